@@ -1,0 +1,260 @@
+"""All settings of the engine, their defaults, and where they are read from. Host only.
+
+`load_config` merges, later wins: defaults, a TOML file, `JAXMM_*` variables, keyword overrides.
+A zero in a size means: derived when the engine starts, from the device's memory and the model.
+"""
+
+import dataclasses
+import difflib
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxmm.errors import ConfigError
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+def _power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageConfig:
+    """Paged KV cache."""
+
+    page_size: int = 0
+    """Tokens per page, a power of two from 4 up; 0: 16 on CPU, 128 on TPU."""
+    num_pages: int = 0
+    """Pages in the pool; 0: what `memory_fraction` leaves after weights and arena."""
+    prefix_cache: bool = True
+    """Keep finished prefixes for later requests."""
+
+    def __post_init__(self) -> None:
+        ok = self.page_size == 0 or (self.page_size >= 4 and _power_of_two(self.page_size))
+        _require(ok, f"pages.page_size={self.page_size} is not a power of two from 4 up; use 16")
+        _require(self.num_pages >= 0, f"pages.num_pages={self.num_pages} is negative; use 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaConfig:
+    """Encoded image rows kept on the device."""
+
+    num_rows: int = 0
+    """Rows in the arena; 0: room for four of the largest items, at least 16384."""
+    page_rows: int = 16
+    """Rows taken or freed together, a power of two."""
+
+    def __post_init__(self) -> None:
+        _require(self.num_rows >= 0, f"arena.num_rows={self.num_rows} is negative; use 0")
+        _require(
+            _power_of_two(self.page_rows),
+            f"arena.page_rows={self.page_rows} is not a power of two; use 16",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketConfig:
+    """Static sizes. Limits are rounded up to a rung; everything is compiled at start."""
+
+    max_step_tokens: int = 0
+    """Tokens of one step, decodes and chunks together; 0: 512 on CPU, 2048 on TPU."""
+    max_patches_per_step: int = 0
+    """Patches that are encoded in one step at most; 0: the largest image's."""
+    min_step_tokens: int = 1
+    """Lowest rung of step tokens."""
+    min_lane_patches: int = 0
+    """Lowest rung of encode patches; 0: 256."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_step_tokens", "max_patches_per_step", "min_lane_patches"):
+            value = getattr(self, name)
+            _require(value >= 0, f"buckets.{name}={value} is negative; use 0 to derive it")
+        _require(
+            self.min_step_tokens >= 1,
+            f"buckets.min_step_tokens={self.min_step_tokens} is below 1; use 1",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaConfig:
+    """Limits and processing of pictures."""
+
+    max_bytes: int = 32 << 20
+    """Encoded size of one picture, bytes."""
+    max_decode_pixels: int = 100_000_000
+    """Width times height before resizing, checked before decoding."""
+    min_pixels: int = 0
+    """Overrides the processor's lower pixel limit; 0: the checkpoint's."""
+    max_pixels: int = 0
+    """Overrides the processor's upper pixel limit; 0: the checkpoint's, at most 1605632 on CPU."""
+    max_items: int = 32
+    """Items of one request."""
+    workers: int = 0
+    """Decoding processes; 0: one for each two cores, at least one."""
+    map_entries: int = 4096
+    """Files whose size and identity are remembered, so that a repeat is not decoded."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "max_decode_pixels", "max_items"):
+            value = getattr(self, name)
+            _require(value >= 1, f"media.{name}={value} is below 1")
+        for name in ("min_pixels", "max_pixels", "workers", "map_entries"):
+            value = getattr(self, name)
+            _require(value >= 0, f"media.{name}={value} is negative; use 0 for the default")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that the engine can be told."""
+
+    model: str = ""
+    """Directory of a Hugging Face checkpoint; empty: the small model that jaxmm ships."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Weights and KV; auto: float32 on CPU, bfloat16 elsewhere."""
+    max_model_len: int = 0
+    """Tokens of prompt and output together; 0: the checkpoint's limit, at most 32768."""
+    max_running: int = 0
+    """Requests that decode together; 0: 32 on CPU, 128 elsewhere."""
+    max_waiting: int = 1024
+    """Requests queued; one more is refused with Overloaded."""
+    memory_fraction: float = 0.6
+    """Share of the device's memory for weights, KV pages and arena."""
+    kernels: Literal["auto", "pallas", "portable"] = "auto"
+    """Which implementation of the device ops runs; auto: pallas on TPU, portable elsewhere."""
+    on_recompile: Literal["log", "raise"] = "log"
+    """What a compile after warm-up does."""
+    warmup: bool = True
+    """Compile every bucket at start; off only for short experiments."""
+    compile_cache_dir: str = "~/.cache/jaxmm/compiled"
+    """Where compiled steps are kept between starts; empty: nowhere."""
+    progress: bool = True
+    """Progress bars for loading, warm-up and batches."""
+    pages: PageConfig = field(default_factory=PageConfig)
+    arena: ArenaConfig = field(default_factory=ArenaConfig)
+    buckets: BucketConfig = field(default_factory=BucketConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)
+
+    def __post_init__(self) -> None:
+        _require(self.max_model_len >= 0, f"max_model_len={self.max_model_len} is negative; use 0")
+        _require(self.max_running >= 0, f"max_running={self.max_running} is negative; use 0")
+        _require(self.max_waiting >= 1, f"max_waiting={self.max_waiting} is below 1")
+        _require(
+            0.0 < self.memory_fraction <= 1.0,
+            f"memory_fraction={self.memory_fraction} is outside (0, 1]",
+        )
+
+
+_Config = typing.TypeVar("_Config")
+
+
+def load_config(
+    cls: type[_Config], path: str | Path | None = None, overrides: Mapping[str, Any] | None = None
+) -> _Config:
+    """Build a config dataclass from a TOML file, `JAXMM_*` variables and overrides.
+
+    Args:
+        cls: A config dataclass; nested ones are tables (`[pages]`) and dotted keys.
+        path: TOML file, or None.
+        overrides: Dotted name to value (`"pages.page_size": 16`); strings are converted.
+
+    Raises:
+        ConfigError: An unknown key (the nearest known one is named) or a value of a wrong type.
+    """
+    values = _flatten(_read_toml(path)) if path is not None else {}
+    values |= _environment(cls)
+    values |= dict(overrides or {})
+    return _build(cls, values, "")
+
+
+def field_names(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted name of every setting of a config dataclass, mapped to its type."""
+    names: dict[str, Any] = {}
+    hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        kind = hints[f.name]
+        if dataclasses.is_dataclass(kind):
+            names |= field_names(typing.cast(type, kind), f"{prefix}{f.name}.")
+        else:
+            names[prefix + f.name] = kind
+    return names
+
+
+def _read_toml(path: str | Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"config file {str(path)!r} does not exist") from None
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"config file {str(path)!r} is not valid TOML: {e}") from e
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _environment(cls: type) -> dict[str, str]:
+    names = {f"JAXMM_{name.replace('.', '_').upper()}": name for name in field_names(cls)}
+    return {names[key]: value for key, value in os.environ.items() if key in names}
+
+
+def _build(cls: type[_Config], values: Mapping[str, Any], prefix: str) -> _Config:
+    known = field_names(cls)
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise ConfigError(f"unknown setting {prefix}{name!s}; the nearest is {near[0]}")
+    hints = typing.get_type_hints(cls)
+    arguments: dict[str, Any] = {}
+    for f in dataclasses.fields(typing.cast(Any, cls)):
+        kind = hints[f.name]
+        if dataclasses.is_dataclass(kind):
+            start = f"{f.name}."
+            inner = {k.removeprefix(start): v for k, v in values.items() if k.startswith(start)}
+            if inner:
+                arguments[f.name] = _build(typing.cast(type, kind), inner, prefix + start)
+        elif f.name in values:
+            arguments[f.name] = _convert(prefix + f.name, values[f.name], kind)
+    return cls(**arguments)
+
+
+def _convert(name: str, value: Any, kind: Any) -> Any:
+    """Turn a TOML value or a string into the type of a setting."""
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        _require(value in choices, f"{name}={value!r} is not one of {', '.join(choices)}")
+        return value
+    if typing.get_origin(kind) is tuple:
+        parts = value.split(",") if isinstance(value, str) else value
+        return tuple(_convert(name, p, typing.get_args(kind)[0]) for p in parts)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        kind = next(k for k in typing.get_args(kind) if k is not type(None))
+    if kind is bool and isinstance(value, str):
+        lowered = value.lower()
+        truth = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+        _require(lowered in truth, f"{name}={value!r} is not true or false")
+        return truth[lowered]
+    if kind in (int, float) and isinstance(value, str):
+        try:
+            return kind(value)
+        except ValueError:
+            raise ConfigError(f"{name}={value!r} is not a number") from None
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(f"{name}={value!r} is not of type {kind.__name__}")
+    return value

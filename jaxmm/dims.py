@@ -1,0 +1,16 @@
+"""The axis letters that every array name and shape annotation uses. Host only.
+
+    A  rope axes (3: time, height, width)      M  vision rows
+    B  requests (state slots of a batch)       N  patches of an encode lane
+    C  head channels                           P  pages in the pool
+    D  text width                              Q  pages per request
+    E  encoder width                           R  rows of the arena
+    F  MLP width                               S  token slots per page
+    G  query heads per KV head (H = K * G)     T  tokens of a step
+    H  query heads                             U  feature values of a patch
+    I  items                                   V  vocabulary
+    K  KV heads                                W  patches per window
+    L  layers
+
+Array names end in their letters (`text_TD`); annotations spell them (`Float[Array, "T D"]`).
+"""

@@ -1,0 +1,94 @@
+"""One image, video or audio clip of a request, and the prompt it stands in. Host only."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Modality(Enum):
+    """What an item is."""
+
+    IMAGE = "image"
+    VIDEO = "video"
+    AUDIO = "audio"
+
+
+class Span(NamedTuple):
+    """Half-open interval `[start, stop)` of tokens."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:  # type: ignore[override]  # tokens, not fields
+        return max(0, self.stop - self.start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Item:
+    """One item of a request, processed.
+
+    At most one of `features` and `embeddings` is set. Both are None when the media map knew the
+    file already: the engine then asks for the features only if the rows are in no cache.
+    """
+
+    modality: Modality
+    features: npt.NDArray[np.uint8] | None
+    """uint8[N, U]: patches in encoder order, columns channel, y, x; not normalised."""
+    embeddings: npt.NDArray[np.float32] | None
+    """float32[M, D]: finished rows given by the caller."""
+    grid_thw: tuple[int, int, int]
+    """Patches by (time, height, width), before merging."""
+    num_rows: int
+    identity: bytes
+    """32 bytes: SHA-256 of content, shape and processor settings."""
+    sentinels: tuple[int, int, int, int]
+    offsets: tuple[Span, ...] = ()
+    """Where the rows stand in the expanded prompt, ascending and disjoint."""
+
+    @property
+    def num_patches(self) -> int:
+        t, h, w = self.grid_thw
+        return t * h * w
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prompt:
+    """A request's prompt, expanded: every item row has its token.
+
+    All arrays have the length T of the expanded prompt.
+    """
+
+    ids: npt.NDArray[np.int64]
+    """int64[T]: what the device sees; items are runs of the in-vocabulary placeholder id."""
+    cache_ids: npt.NDArray[np.int64]
+    """int64[T]: `ids` with the items' sentinels in place of placeholders; the prefix cache key."""
+    item_index: npt.NDArray[np.int32]
+    """int32[T]: index into `items`, -1 for text."""
+    row_index: npt.NDArray[np.int32]
+    """int32[T]: row of that item, -1 for text."""
+    positions: npt.NDArray[np.int32]
+    """int32[3, T]: M-RoPE positions (time, height, width)."""
+    delta: int
+    """M-RoPE position minus token index for every token after the prompt."""
+    items: tuple[Item, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.ids.shape[0])
+
+
+def rows_in_chunk(offsets: Sequence[Span], chunk: Span) -> int:
+    """Count the vision rows that one chunk needs.
+
+    Args:
+        offsets: Spans of one item, in tokens of the expanded prompt, ascending and disjoint.
+        chunk: Span of this step in the same prompt.
+
+    Returns:
+        Rows to read in this step; the counts of all chunks add up to the item's rows.
+    """
+    return sum(max(0, min(s.stop, chunk.stop) - max(s.start, chunk.start)) for s in offsets)

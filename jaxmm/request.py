@@ -1,0 +1,160 @@
+"""What a caller asks for and what it gets: sampling parameters, requests, results. Host only."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from jaxmm.errors import SamplingError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+MAX_STOP_TOKEN_IDS = 16
+
+
+def _check(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    above = value > low if open_low else value >= low
+    if not (math.isfinite(value) and above and value <= high):
+        bracket = "(" if open_low else "["
+        raise SamplingError(f"{name}={value} is outside {bracket}{low}, {high}]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. The defaults are greedy."""
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    """End-of-text and stop ids cannot be sampled before this many tokens."""
+    temperature: float = 0.0
+    """0 is greedy; otherwise logits are divided by it."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probability reaches this."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely relative to the most likely one."""
+    repetition_penalty: float = 1.0
+    """Divide positive (multiply negative) logits of tokens in prompt or output (arXiv:1909.05858)."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for every time it is in the output."""
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    seed: int | None = None
+    """Fixes the draw: same seed, same prompt, same tokens, whatever else is served."""
+    logprobs: int | None = None
+    """None: no logprobs; n: the chosen token's and the n most likely ones, 0 to 20."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the output and are not part of it."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    """Completions to make of the prompt."""
+
+    def __post_init__(self) -> None:
+        _check("max_tokens", self.max_tokens, 1, 1 << 30)
+        _check("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check("temperature", self.temperature, 0.0, 100.0)
+        _check("top_k", self.top_k, 0, 1 << 30)
+        _check("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check("min_p", self.min_p, 0.0, 1.0)
+        _check("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check("n", self.n, 1, 128)
+        if self.seed is not None:
+            _check("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        if self.logprobs is not None:
+            _check("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise SamplingError(
+                f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}"
+            )
+        for token, bias in self.logit_bias.items():
+            _check(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise SamplingError(
+                f"stop_token_ids has {len(self.stop_token_ids)} entries; "
+                f"the limit is {MAX_STOP_TOKEN_IDS}"
+            )
+        if any(not s for s in self.stop):
+            raise SamplingError("stop contains an empty string")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Log-probability of one generated token, and of the most likely ones in its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one request."""
+
+    prompt_tokens: int
+    image_tokens: int
+    cached_tokens: int
+    """Prompt tokens read from the prefix cache."""
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One finished answer (one of `n`)."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What `generate` returns for one prompt. The first completion's fields are at hand here."""
+
+    id: str
+    completions: tuple[Completion, ...]
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.completions[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.completions[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        return self.completions[0].logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What one step adds to one completion; `text` may be empty while a character is unfinished."""
+
+    id: str
+    index: int
+    """Which of the request's `n` completions."""
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    """Usage so far of the whole request; always set on the delta that ends a completion."""
