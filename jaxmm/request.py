@@ -1,10 +1,11 @@
 """What a caller asks for and what it gets: sampling parameters, requests, results. Host only."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from jaxmm.errors import SamplingError
 
@@ -38,7 +39,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens at least this likely relative to the most likely one."""
     repetition_penalty: float = 1.0
-    """Divide positive (multiply negative) logits of tokens in prompt or output (arXiv:1909.05858)."""
+    """Divides positive, multiplies negative logits of tokens seen so far (arXiv:1909.05858)."""
     presence_penalty: float = 0.0
     """Subtracted once from the logit of every token in the output."""
     frequency_penalty: float = 0.0
@@ -158,3 +159,30 @@ class Delta:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     """Usage so far of the whole request; always set on the delta that ends a completion."""
+
+
+ImageSource = bytes | Path | Any
+"""Encoded bytes, a path, a PIL image, or a uint8[H, W, 3] array."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """One request as a caller states it; exactly one of `messages`, `text`, `token_ids` is set."""
+
+    id: str
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """Chat turns: `{"role": str, "content": str | [part, …]}`; a part is
+    `{"type": "text", "text": str}` or `{"type": "image"}`; the k-th image part is `images[k]`."""
+    text: str | None = None
+    """Raw prompt, no template and no images."""
+    token_ids: Sequence[int] | None = None
+    """Raw prompt ids; with images, one placeholder id for each."""
+    images: tuple[ImageSource, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    salt: str = ""
+    """Tenant: caches are shared only between requests of equal salt."""
+    mm_hashes: tuple[str, ...] | None = None
+    """Hex hashes that the caller gives its images, one each; a hint for routing and caching."""
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    """Pixel limits of this request's images, within the server's own."""
