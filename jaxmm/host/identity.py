@@ -1,4 +1,4 @@
-"""What makes an item itself: its digest, and the sentinels that carry it in cache ids. Host only."""
+"""An item's digest, and the sentinels that carry it in cache ids. Host only."""
 
 import hashlib
 import logging
@@ -141,7 +141,7 @@ def _word(index: int, identity: bytes) -> int:
 def _update(digest: "hashlib._Hash", array: npt.NDArray[np.generic]) -> None:
     """Feed an array's bytes in C order, by its first axis where it is not contiguous."""
     if array.flags.c_contiguous:
-        digest.update(array.reshape(-1).view(np.uint8))
+        digest.update(array.reshape(-1).view(np.uint8).data)
         return
     for part in array:
         _update(digest, part)

@@ -199,7 +199,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         )
     if image.has_transparency_data:
         return _over_white(image)
-    return image.copy() if image.mode == "RGB" else image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _from_grey16(image: Image.Image) -> Image.Image:

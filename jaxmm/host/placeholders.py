@@ -5,6 +5,7 @@ found by their markers (`find_spans`). No function touches its input.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -25,9 +26,7 @@ def find_slots(ids: npt.NDArray[np.integer], placeholder_id: int) -> Ids:
     return np.flatnonzero(np.asarray(ids) == placeholder_id)
 
 
-def check_slots(
-    ids: npt.NDArray[np.integer], slots: npt.ArrayLike, placeholder_id: int
-) -> None:
+def check_slots(ids: npt.NDArray[np.integer], slots: npt.ArrayLike, placeholder_id: int) -> None:
     """Refuse ids whose placeholders are not exactly the slots.
 
     Raises:
@@ -64,9 +63,7 @@ def expand_slots(
     counts = np.ones(source.size, np.int64)
     counts[where] = rows
     stops = np.cumsum(counts)[where].tolist()
-    offsets = tuple(
-        (Span(stop - n, stop),) for stop, n in zip(stops, rows.tolist(), strict=True)
-    )
+    offsets = tuple((Span(stop - n, stop),) for stop, n in zip(stops, rows.tolist(), strict=True))
     return np.repeat(source, counts), offsets
 
 
@@ -115,7 +112,9 @@ def find_spans(ids: npt.NDArray[np.integer], start_id: int, end_id: int) -> Offs
     starts = np.flatnonzero(opens & (depth == 1)) + 1
     stops = np.flatnonzero(closes & (depth == 0))
     if (starts == stops).any():
-        raise PlaceholderError("a start marker is followed by its end marker; the item has no token")
+        raise PlaceholderError(
+            "a start marker stands right before its end marker; no token between"
+        )
     return tuple(map(Span, starts.tolist(), stops.tolist()))
 
 
@@ -149,8 +148,7 @@ def prompt_of_spans(
     """Make a prompt of ids that are expanded already; arguments as `pad_expanded`."""
     cache_ids = pad_expanded(ids, offsets, [item.sentinels for item in items])
     placed = tuple(
-        dataclasses.replace(item, offsets=spans)
-        for item, spans in zip(items, offsets, strict=True)
+        dataclasses.replace(item, offsets=spans) for item, spans in zip(items, offsets, strict=True)
     )
     item_index = np.full(cache_ids.size, -1, np.int32)
     row_index = np.full(cache_ids.size, -1, np.int32)
@@ -180,13 +178,13 @@ def check_offsets(num_tokens: int, offsets: Sequence[Offsets]) -> None:
         PlaceholderError: Names the spans at fault.
     """
     for index, spans in enumerate(offsets, start=1):
-        if any(a.start > b.start for a, b in zip(spans, spans[1:], strict=False)):
+        if any(a.start > b.start for a, b in itertools.pairwise(spans)):
             raise PlaceholderError(f"the spans of item {index} are not in ascending order")
     ordered = sorted(span for spans in offsets for span in spans)
     for span in ordered:
         if not 0 <= span.start < span.stop <= num_tokens:
             raise PlaceholderError(f"span {tuple(span)} is empty or leaves [0, {num_tokens})")
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in itertools.pairwise(ordered):
         if after.start < before.stop:
             raise PlaceholderError(f"spans {tuple(before)} and {tuple(after)} overlap")
 

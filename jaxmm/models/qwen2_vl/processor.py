@@ -238,8 +238,12 @@ class ImageProcessor:
             )
 
 
+_TABLES = (("preprocessor_config.json", ""), ("processor_config.json", "image_processor"))
+"""File and key; the second is what transformers 5 writes for a whole processor."""
+
+
 def _read_table(directory: Path) -> dict[str, Any]:
-    for name, key in (("preprocessor_config.json", ""), ("processor_config.json", "image_processor")):
+    for name, key in _TABLES:
         path = directory / name
         if not path.is_file():
             continue
@@ -254,7 +258,7 @@ def _read_table(directory: Path) -> dict[str, Any]:
 
 
 def _check_supported(table: dict[str, Any]) -> None:
-    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+    for key in ("do_resize", "do_rescale", "do_normalize"):
         if table.get(key) is False:
             raise ModelError(f"preprocessor_config.json sets {key}=false; only true is supported")
     if table.get("resample", Image.Resampling.BICUBIC) != Image.Resampling.BICUBIC:
