@@ -11,12 +11,12 @@ from jaxmm.host.sequence import Sequence
 class DecodeRow(NamedTuple):
     """One token of a running sequence; the step samples the token after it.
 
-    Its id is `output_ids[index - prompt.num_tokens]` where the host knows it already, else the
+    Its id is `output_ids[token_index - prompt.num_tokens]` where the host knows it already, else the
     last token sampled in the sequence's state slot.
     """
 
     sequence: Sequence
-    index: int
+    token_index: int
     """Token whose KV is computed."""
 
 
@@ -30,7 +30,7 @@ class ExtendChunk(NamedTuple):
 
 
 class EncodeJob(NamedTuple):
-    """An item to encode (or finished embeddings to copy) into its rows, before the language step."""
+    """An item to encode, or finished embeddings to copy, into its rows."""
 
     item: Item
     lease: Lease
@@ -100,7 +100,7 @@ class Draft:
         if not (self.decodes or self.extends or self.missing_features):
             return None
         return Plan(
-            decodes=tuple(sorted(self.decodes, key=lambda row: -row.index)),
+            decodes=tuple(sorted(self.decodes, key=lambda row: -row.token_index)),
             extends=tuple(self.extends),
             encodes=tuple(self.encodes),
             missing_features=tuple(self.missing_features),

@@ -15,15 +15,26 @@ from jaxmm.host.sequence import Sequence
 
 
 class Shortage(Enum):
-    """What ended a chunk early."""
+    """What a sequence lacks to get on."""
 
     NONE = "none"
+    TOKENS = "tokens"
+    """The step's token budget."""
     PATCHES = "patches"
-    """The step's patch budget; the next step has a new one."""
+    """The step's patch budget."""
     ROWS = "rows"
     """Leases hold the arena."""
+    PAGES = "pages"
+    """Running sequences hold the pages, or will soon."""
+    PREFILL = "prefill"
+    """Another sequence computes most of what this one needs; it can be read soon."""
     FEATURES = "features"
-    """The item was never decoded and its rows are gone."""
+    """An item was never decoded and its rows are gone."""
+
+    @property
+    def is_transient(self) -> bool:
+        """It ends as running sequences get on, so that holding others back helps."""
+        return self in (Shortage.TOKENS, Shortage.PATCHES, Shortage.ROWS)
 
 
 def stage_chunk(sequence: Sequence, stop: int, arena: Arena, draft: Draft) -> tuple[int, Shortage]:
