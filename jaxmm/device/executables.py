@@ -137,7 +137,9 @@ def _processor() -> str:
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.processor()
-    return "".join(sorted({line for line in info.splitlines() if line.startswith(("flags", "model"))}))
+    return "".join(
+        sorted({line for line in info.splitlines() if line.startswith(("flags", "model"))})
+    )
 
 
 @functools.cache

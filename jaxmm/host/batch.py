@@ -8,10 +8,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from jaxmm.host.plan import Plan
+from jaxmm.host.sequence import Sequence
 from jaxmm.request import MAX_STOP_TOKEN_IDS
 
 MAX_BANNED = MAX_STOP_TOKEN_IDS + 8
@@ -104,9 +107,126 @@ class StepBatch:
             name: self._view(name, offset, shape) for name, (offset, shape) in layout.fields.items()
         }
 
-    def _view(self, name: str, offset: int, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
+    def _view(self, name: str, offset: int, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         flat = self.buffer[offset : offset + math.prod(shape)]
         return (flat.view(np.float32) if name in FLOAT_FIELDS else flat).reshape(shape)
 
-    def __getitem__(self, name: str) -> npt.NDArray[np.generic]:
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
         return self._views[name]
+
+
+class SampleRow(NamedTuple):
+    """One row that a step samples: the sequence, and which of its output tokens that will be."""
+
+    sequence: Sequence
+    output_index: int
+
+
+def sampled_rows(plan: Plan) -> list[SampleRow]:
+    """Rows that a plan samples, in the order in which the step gives them back."""
+    rows = [SampleRow(s, token_index + 1 - s.prompt.num_tokens) for s, token_index in plan.decodes]
+    rows += [
+        SampleRow(s, span.stop - s.prompt.num_tokens)
+        for s, span, samples in plan.extends
+        if samples
+    ]
+    return rows
+
+
+def build_batch(
+    plan: Plan, layout: StepLayout, page_size: int, eos_ids: tuple[int, ...]
+) -> StepBatch:
+    """Write a plan into a step's buffer.
+
+    Args:
+        plan: Made last, so that its sequences hold the pages, rows and slots that it needs.
+        layout: Of a bucket with at least `plan.num_tokens` tokens.
+        page_size: Tokens per page.
+        eos_ids: Ids that end an answer, for `min_tokens`.
+    """
+    batch = StepBatch(layout)
+    batch["feed_T"][:] = -1
+    batch["row_T"][:] = -1
+    num_decodes = len(plan.decodes)
+    batch["num_tokens"][...] = plan.num_tokens
+    batch["num_decodes"][...] = num_decodes
+    batch["num_sequences"][...] = num_decodes + len(plan.extends)
+    _write_decodes(batch, plan, page_size)
+    _write_extends(batch, plan, page_size)
+    _write_samples(batch, plan, eos_ids)
+    return batch
+
+
+def _write_decodes(batch: StepBatch, plan: Plan, page_size: int) -> None:
+    n = len(plan.decodes)
+    if not n:
+        return
+    sequences = [row.sequence for row in plan.decodes]
+    index = np.array([row.token_index for row in plan.decodes], np.int32)
+    tables = batch["tables_BQ"]
+    for b, sequence in enumerate(sequences):
+        pages = sequence.pages.array
+        tables[b, : len(pages)] = pages
+    page = tables[np.arange(n), index // page_size]
+    batch["kv_slot_T"][:n] = page * page_size + index % page_size
+    batch["feed_T"][:n] = [s.slot for s in sequences]
+    batch["positions_AT"][:, :n] = index + np.array([s.prompt.delta for s in sequences], np.int32)
+    batch["starts_B"][:n] = np.arange(n)
+    batch["counts_B"][:n] = 1
+    batch["lengths_B"][:n] = index + 1
+    batch["sample_token_B"][:n] = np.arange(n)
+
+
+def _write_extends(batch: StepBatch, plan: Plan, page_size: int) -> None:
+    b = t = sampled = len(plan.decodes)
+    for sequence, span, samples in plan.extends:
+        pages = sequence.pages.array
+        here = slice(t, t + len(span))
+        index = np.arange(span.start, span.stop, dtype=np.int32)
+        batch["ids_T"][here] = sequence.ids(span)
+        batch["row_T"][here] = sequence.arena_rows(span)
+        batch["positions_AT"][:, here] = sequence.positions(span)
+        batch["kv_slot_T"][here] = pages[index // page_size] * page_size + index % page_size
+        batch["tables_BQ"][b, : len(pages)] = pages
+        batch["starts_B"][b] = t
+        batch["counts_B"][b] = len(span)
+        batch["lengths_B"][b] = span.stop
+        b, t = b + 1, here.stop
+        if samples:
+            batch["sample_token_B"][sampled] = t - 1
+            sampled += 1
+
+
+def _write_samples(batch: StepBatch, plan: Plan, eos_ids: tuple[int, ...]) -> None:
+    rows = sampled_rows(plan)
+    n = len(rows)
+    batch["num_samples"][...] = n
+    params = [row.sequence.sampling for row in rows]
+    batch["sample_slot_B"][:n] = [row.sequence.slot for row in rows]
+    batch["any_logprobs"][...] = any(p.logprobs is not None for p in params)
+    if any(p.temperature > 0 for p in params):
+        batch["any_random"][...] = 1
+        batch["temperature_B"][:n] = [p.temperature for p in params]
+        batch["top_k_B"][:n] = [p.top_k for p in params]
+        batch["top_p_B"][:n] = [p.top_p for p in params]
+        batch["min_p_B"][:n] = [p.min_p for p in params]
+        batch["seed_B2"][:n] = [row.sequence.seed for row in rows]
+        batch["draw_B"][:n] = [row.output_index for row in rows]
+    banned = [_banned(row, eos_ids) for row in rows]
+    if any(banned) or any(p.changes_logits for p in params):
+        batch["any_penalty"][...] = 1
+        batch["repetition_B"][:n] = [p.repetition_penalty for p in params]
+        batch["presence_B"][:n] = [p.presence_penalty for p in params]
+        batch["frequency_B"][:n] = [p.frequency_penalty for p in params]
+        batch["num_bias_B"][:n] = [len(p.logit_bias) for p in params]
+        for r, ids in enumerate(banned):
+            batch["num_banned_B"][r] = len(ids)
+            batch["banned_BX"][r, : len(ids)] = ids
+
+
+def _banned(row: SampleRow, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Ids that must not be sampled yet."""
+    params = row.sequence.sampling
+    if row.output_index >= params.min_tokens:
+        return ()
+    return eos_ids[: MAX_BANNED - MAX_STOP_TOKEN_IDS] + params.stop_token_ids

@@ -35,7 +35,7 @@ def token_rungs(low: int, high: int, *, dense: bool) -> tuple[int, ...]:
         rung *= 2
     if dense and rung >= 2 * _TOKEN_STEP:
         top = max(rung, round_up(high, _TOKEN_STEP))
-        if 96 > low:
+        if low < 96:
             rungs.append(96)
         rungs.extend(range(rung, top + 1, _TOKEN_STEP))
     else:

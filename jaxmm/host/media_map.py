@@ -65,3 +65,8 @@ class MediaMap:
     def __len__(self) -> int:
         with self._lock:
             return len(self._entries)
+
+    def clear(self) -> None:
+        """Forget every file."""
+        with self._lock:
+            self._entries.clear()

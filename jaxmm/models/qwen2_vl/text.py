@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxmm.device.linear import linear
-from jaxmm.models.config import TextConfig
 from jaxtyping import Float, Int32
 
 from jaxmm.device.kv import PagedAttention
+from jaxmm.device.linear import linear
+from jaxmm.models.config import TextConfig
 
 
 class TextLayer(nnx.Module):
