@@ -85,18 +85,20 @@ def test_error_of_a_worker_has_its_class_and_text(pool: DecodePool) -> None:
 
 
 class _Stops(ImageProcessor):
-    """Ends its process, as a crash in a decoding library would, on pictures one pixel high."""
+    """Ends its process on 1 x 1 pixels, as a crash in a library would, and hangs on 28 x 28."""
 
     def patches(self, image, *args, **kwargs):  # type: ignore[no-untyped-def]
-        if image.height == 1 and image.width == 1:
+        if image.size == (1, 1):
             os.kill(os.getpid(), signal.SIGKILL)
+        if image.size == (28, 28):
+            signal.pause()
         return super().patches(image, *args, **kwargs)
 
 
 @pytest.fixture
 def stopping_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecodePool]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    pool = DecodePool(_Stops(max_pixels=1003520), LIMITS, workers=2)
+    pool = DecodePool(_Stops(max_pixels=1003520), LIMITS, workers=2, timeout_seconds=3)
     yield pool
     pool.close()
 
@@ -110,6 +112,13 @@ def test_worker_that_dies_fails_its_own_picture_alone(stopping_pool: DecodePool)
                 future.result()
         else:
             assert_same(future.result(), INLINE.submit(DATA / name).result())
+
+
+def test_worker_that_hangs_is_replaced(stopping_pool: DecodePool) -> None:
+    assert stopping_pool.submit(DATA / "red.png").result().num_rows == 16
+    with pytest.raises(MediaError, match="took too long"):
+        stopping_pool.submit(DATA / "size_28x28.png").result()
+    assert stopping_pool.submit(DATA / "green.png").result().num_rows == 16
 
 
 def test_worker_killed_while_idle_costs_no_request() -> None:

@@ -138,7 +138,9 @@ def test_good_hashes_are_taken_in_either_case() -> None:
     assert parse_caller_hashes(None, 2) == (None, None)
 
 
-@pytest.mark.parametrize("entry", ["zz", "a", "", "a1" * 65, "a1 b2", "٠٠", None, 7, "0x12", "a1\n"])
+@pytest.mark.parametrize(
+    "entry", ["zz", "a", "", "a1" * 65, "a1 b2", "٠٠", None, 7, "0x12", "a1\n"]
+)
 def test_malformed_hash_falls_back_alone(entry: object, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert parse_caller_hashes(("a1", entry, "b2"), 3) == (b"\xa1", None, b"\xb2")

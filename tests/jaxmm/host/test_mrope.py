@@ -74,8 +74,12 @@ def reference_model() -> object:
 
     config = Qwen2VLConfig(
         text_config={
-            **{"hidden_size": 8, "intermediate_size": 8, "vocab_size": 16},
-            **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "vocab_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
         },
         vision_config={"depth": 1, "embed_dim": 8, "hidden_size": 8, "num_heads": 2},
     )

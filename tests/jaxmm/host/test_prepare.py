@@ -77,9 +77,7 @@ def test_raw_bytes_in_two_shapes_are_two_items(kit: Kit) -> None:
 def test_one_picture_at_two_resolutions_is_two_items(kit: Kit) -> None:
     """224 x 224 and 448 x 448 pixels, 64 and 256 tokens; the third is the first again."""
     data = picture("big.png")
-    items = [
-        kit.preparer.prepare_items([data], max_pixels=n)[0] for n in (50176, 200704, 50176)
-    ]
+    items = [kit.preparer.prepare_items([data], max_pixels=n)[0] for n in (50176, 200704, 50176)]
     assert [item.num_rows for item in items] == [64, 256, 64]
     assert items[0].identity == items[2].identity != items[1].identity
 
@@ -166,11 +164,11 @@ def test_wrong_hashes_leave_the_items_own_sentinels(
 
 def test_one_bad_picture_refuses_the_request_and_is_named(kit: Kit) -> None:
     images = [picture("red.png"), picture("cut.png"), picture("blue.png")]
-    with pytest.raises(MediaError, match="^image 2 of 3: "):
+    with pytest.raises(MediaError, match=r"^image 2 of 3: "):
         kit.preparer.prepare_items(images)
-    with pytest.raises(MediaTooLarge, match="^image 1 of 1: .*4000 times"):
+    with pytest.raises(MediaTooLarge, match=r"^image 1 of 1: .*4000 times"):
         kit.preparer.prepare_items([picture("thin_4000x1.png")])
-    with pytest.raises(MediaError, match="^image 2 of 2: "):
+    with pytest.raises(MediaError, match=r"^image 2 of 2: "):
         kit.preparer.prepare_items([picture("red.png"), b""])
 
 

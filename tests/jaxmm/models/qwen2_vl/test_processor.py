@@ -74,13 +74,22 @@ def test_patches_equal_the_hugging_face_processor(
 
 def test_other_patch_and_merge_sizes_equal_the_hugging_face_processor() -> None:
     processor = ImageProcessor(
-        **{"patch_size": 4, "temporal_patch_size": 3, "merge_size": 3},
-        **{"min_pixels": 1, "max_pixels": 9000, "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.6, 0.7)},
+        patch_size=4,
+        temporal_patch_size=3,
+        merge_size=3,
+        min_pixels=1,
+        max_pixels=9000,
+        mean=(0.1, 0.2, 0.3),
+        std=(0.5, 0.6, 0.7),
     )
     reference = Qwen2VLImageProcessorPil(
-        **{"patch_size": 4, "temporal_patch_size": 3, "merge_size": 3},
-        **{"min_pixels": 1, "max_pixels": 9000},
-        **{"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7]},
+        patch_size=4,
+        temporal_patch_size=3,
+        merge_size=3,
+        min_pixels=1,
+        max_pixels=9000,
+        image_mean=[0.1, 0.2, 0.3],
+        image_std=[0.5, 0.6, 0.7],
     )(images=[Image.fromarray(picture(100, 131))], return_tensors="np")
     patches_NU, grid = processor.patches(picture(100, 131))
     assert list(grid) == reference["image_grid_thw"][0].tolist()
