@@ -1,6 +1,10 @@
 """From pictures to items to a prompt, through the parts that a server uses."""
 
+import dataclasses
+import gc
 import logging
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +12,8 @@ import pytest
 from PIL import Image
 
 from jaxmm.config import MediaConfig
-from jaxmm.errors import MediaError, MediaTooLarge, PlaceholderError, RequestError
-from jaxmm.host.decode import InlineDecoder
+from jaxmm.errors import EngineStopped, MediaError, MediaTooLarge, PlaceholderError, RequestError
+from jaxmm.host.decode import InlineDecoder, Processed
 from jaxmm.host.identity import caller_identity, sentinels_for
 from jaxmm.host.media import Limits, decode_rgb
 from jaxmm.host.media_map import MediaMap
@@ -31,15 +35,39 @@ class CountingDecoder(InlineDecoder):
         return super().submit(*args, **kwargs)
 
 
+class SlowStart:
+    """Holds back the first picture until told to answer, or cancels it."""
+
+    def __init__(self, decoder: InlineDecoder) -> None:
+        self._decoder = decoder
+        self._asked = threading.Event()
+        self._arguments: tuple[object, ...] = ()
+        self._future: Future[Processed] = Future()
+
+    def submit(self, *arguments: object) -> Future[Processed]:
+        assert not self._asked.is_set(), "one decode"
+        self._arguments = arguments
+        self._asked.set()
+        return self._future
+
+    def answer(self) -> None:
+        self._asked.wait()
+        self._future.set_result(self._decoder.submit(*self._arguments).result())
+
+    def close(self) -> None:
+        self._asked.wait()
+        self._future.cancel()
+
+
 class Kit:
     """A preparer and the parts whose counters the tests read."""
 
     def __init__(self, **config: int) -> None:
-        processor = ImageProcessor(min_pixels=3136, max_pixels=1003520)
-        media = MediaConfig(max_bytes=1 << 20, max_decode_pixels=2_000_000, **config)
-        self.decoder = CountingDecoder(processor, LIMITS)
-        self.files = MediaMap(media.map_entries)
-        self.preparer = Preparer(processor, self.decoder, self.files, media, PAD)
+        self.processor = ImageProcessor(min_pixels=3136, max_pixels=1003520)
+        self.media = MediaConfig(max_bytes=1 << 20, max_decode_pixels=2_000_000, **config)
+        self.decoder = CountingDecoder(self.processor, LIMITS)
+        self.files = MediaMap(self.media.map_entries)
+        self.preparer = Preparer(self.processor, self.decoder, self.files, self.media, PAD)
 
 
 @pytest.fixture
@@ -93,19 +121,60 @@ def test_forms_of_one_picture_are_one_item(kit: Kit) -> None:
 
 def test_known_file_is_not_decoded_again(kit: Kit) -> None:
     (first,) = kit.preparer.prepare_items([picture("red.png")])
+    assert first.features is not None
+    first = dataclasses.replace(first, features=None)
+    gc.collect()
     (second,) = kit.preparer.prepare_items([DATA / "red.png"])
     assert kit.decoder.num_decoded == 1
-    assert first.features is not None
     assert second.features is None
     assert (second.identity, second.grid_thw) == (first.identity, first.grid_thw)
     assert (second.num_rows, second.sentinels) == (first.num_rows, first.sentinels)
 
 
 def test_known_file_gives_its_features_when_asked(kit: Kit) -> None:
+    (item,) = kit.preparer.prepare_items([picture("red.png")])
+    assert item.features is not None
+    expected = item.features.copy()
+    for source in (picture("red.png"), DATA / "red.png", Image.open(DATA / "red.png")):
+        assert np.array_equal(kit.preparer.load_features(source, item), expected)
+    assert kit.decoder.num_decoded == 4
+
+
+def test_features_that_another_item_holds_are_shared(kit: Kit) -> None:
     (first,) = kit.preparer.prepare_items([picture("red.png")])
     (second,) = kit.preparer.prepare_items([picture("red.png")])
-    features = kit.preparer.load_features(picture("red.png"), second)
-    assert np.array_equal(features, first.features)
+    assert kit.decoder.num_decoded == 1
+    assert second.features is first.features
+
+
+def test_requests_that_come_together_share_one_decode() -> None:
+    kit = Kit()
+    pool = SlowStart(kit.decoder)
+    preparer = Preparer(kit.processor, pool, kit.files, kit.media, PAD)
+    with ThreadPoolExecutor(4) as threads:
+        waiting = [threads.submit(preparer.prepare_items, [picture("red.png")]) for _ in range(4)]
+        pool.answer()
+        items = [future.result()[0] for future in waiting]
+    assert kit.decoder.num_decoded == 1
+    assert len({id(item.features) for item in items}) == 1
+
+
+def test_failed_decode_is_tried_again(kit: Kit) -> None:
+    for _ in range(2):
+        with pytest.raises(MediaError):
+            kit.preparer.prepare_items([picture("cut.png"), picture("cut.png")])
+    assert kit.decoder.num_decoded >= 2
+
+
+def test_closed_decoder_is_said_plainly() -> None:
+    kit = Kit()
+    pool = SlowStart(kit.decoder)
+    preparer = Preparer(kit.processor, pool, kit.files, kit.media, PAD)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(preparer.prepare_items, [picture("red.png")])
+        pool.close()
+        with pytest.raises(EngineStopped):
+            waiting.result()
 
 
 def test_changed_file_is_not_taken_for_the_known_one(kit: Kit, tmp_path: Path) -> None:
