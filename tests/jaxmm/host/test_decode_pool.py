@@ -5,6 +5,8 @@ import io
 import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -173,6 +175,17 @@ def test_refused_shared_memory_is_warned_once_and_counted(
     assert pool.inline_count == 3
     assert sum("shared memory refused" in record.message for record in caplog.records) == 1
     pool.close()
+
+
+def test_worker_imports_nothing_heavy() -> None:
+    """A worker starts in a fraction of a second and never touches an accelerator."""
+    code = (
+        "import sys, jaxmm.host.decode_worker, jaxmm.models.qwen2_5_vl.processor;"
+        "print({'jax', 'flax', 'torch', 'transformers'} & set(sys.modules))"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, check=True)
+    assert done.stdout.strip() == b"set()"
 
 
 def test_zero_workers_means_one_for_two_cores() -> None:
