@@ -41,7 +41,7 @@ class Preparer:
         self._limits = Limits(media_config.max_bytes, media_config.max_decode_pixels)
         self._max_items = media_config.max_items
         self._placeholder_id = placeholder_id
-        self._lock = threading.RLock()  # a decoder may answer, and so call back, at once
+        self._lock = threading.RLock()  # an inline decoder calls back within submit
         self._on_their_way: dict[bytes, Future[Processed]] = {}
         self._held: weakref.WeakValueDictionary[bytes, npt.NDArray[np.uint8]] = (
             weakref.WeakValueDictionary()

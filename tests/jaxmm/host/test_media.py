@@ -146,6 +146,20 @@ def test_multi_picture_jpeg_gives_its_first() -> None:
     assert r > 180 and g < 20 and b < 20
 
 
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "AVIF"])
+def test_every_format_that_this_pillow_writes_is_read(form: str) -> None:
+    Image.init()
+    source = Image.new("RGB", (32, 24), (200, 30, 60))
+    data = encoded(source, form) if form in Image.SAVE else encoded(source)
+    assert np.abs(decode_rgb(data, LIMITS).astype(int) - (200, 30, 60)).max() < 12
+
+
+@pytest.mark.parametrize("form", ["PPM", "ICO", "TGA", "PCX", "SGI", "EPS", "PDF"])
+def test_formats_outside_the_list_are_refused(form: str) -> None:
+    with pytest.raises(MediaError, match="send PNG, JPEG"):
+        decode_image(encoded(Image.new("RGB", (32, 24)), form), LIMITS)
+
+
 def test_broken_exif_block_does_not_spoil_the_picture() -> None:
     data = encoded(Image.new("RGB", (8, 8), (9, 9, 9)), "JPEG", exif=b"Exif\0\0II\x2a\0\xff\xff")
     assert decode_rgb(data, LIMITS).shape == (8, 8, 3)
