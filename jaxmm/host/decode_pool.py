@@ -34,8 +34,6 @@ from jaxmm.host.media import Limits, read_source
 
 logger = logging.getLogger(__name__)
 
-DECODE_TIMEOUT_SECONDS = 60.0
-"""A picture within the limits takes seconds at most; a worker that takes longer is replaced."""
 _EXIT_TIMEOUT_SECONDS = 5.0
 _ERRORS = {kind.__name__: kind for kind in (errors.RequestError, MediaError, errors.MediaTooLarge)}
 
@@ -43,15 +41,25 @@ _ERRORS = {kind.__name__: kind for kind in (errors.RequestError, MediaError, err
 class DecodePool:
     """Processes pictures in parallel; thread-safe."""
 
-    def __init__(self, processor: Processor, limits: Limits, workers: int = 0) -> None:
+    def __init__(
+        self,
+        processor: Processor,
+        limits: Limits,
+        workers: int = 0,
+        *,
+        timeout_seconds: float = 60.0,
+    ) -> None:
         """Start the workers.
 
         Args:
             processor: The model family's.
             limits: Of bytes and pixels before resizing.
             workers: Processes; 0: one for each two cores, at least one.
+            timeout_seconds: A picture within the limits takes a second or two; a worker that takes
+                longer than this is replaced.
         """
         self._setup = Setup(processor=processor, limits=limits)
+        self._timeout_seconds = timeout_seconds
         self._count = workers or max(1, (os.cpu_count() or 1) // 2)
         self._lock = threading.Lock()
         self._closed = self._warned = False
@@ -102,7 +110,7 @@ class DecodePool:
         try:
             if not worker.is_alive:
                 worker = self._replace(worker)
-            processed = worker.process(data, min_pixels, max_pixels)
+            processed = worker.process(data, min_pixels, max_pixels, self._timeout_seconds)
             if not worker.has_memory:
                 with self._lock:
                     self._inline_count += 1
@@ -115,7 +123,7 @@ class DecodePool:
             self._idle.put(worker)
 
     def _replace(self, worker: "_Worker") -> "_Worker":
-        logger.warning("decode worker replaced exit_status=%s", worker.close())
+        logger.warning("decode worker replaced exit_status=%d", worker.kill())
         return self._start()
 
     def _start(self) -> "_Worker":
@@ -149,12 +157,14 @@ class _Worker:
     def has_memory(self) -> bool:
         return self._memory is not None
 
-    def process(self, data: bytes, min_pixels: int | None, max_pixels: int | None) -> Processed:
+    def process(
+        self, data: bytes, min_pixels: int | None, max_pixels: int | None, timeout_seconds: float
+    ) -> Processed:
         """Have one picture processed; EOFError or OSError when the worker is lost."""
         pixels = {"min_pixels": min_pixels, "max_pixels": max_pixels}
         self._connection.send_bytes(json.dumps(pixels).encode())
         self._connection.send_bytes(data)
-        if not self._connection.poll(DECODE_TIMEOUT_SECONDS):
+        if not self._connection.poll(timeout_seconds):
             raise TimeoutError
         answer = json.loads(self._connection.recv_bytes())
         if "error" in answer:
@@ -167,7 +177,7 @@ class _Worker:
         )
 
     def close(self) -> int:
-        """End the process and give its resources back; its exit status."""
+        """Let the process end and give its resources back; its exit status."""
         self._connection.close()
         try:
             status = self._process.wait(_EXIT_TIMEOUT_SECONDS)
@@ -177,6 +187,11 @@ class _Worker:
         if self._memory is not None:
             self._memory.close()
         return status
+
+    def kill(self) -> int:
+        """`close` a worker that will not end by itself."""
+        self._process.kill()
+        return self.close()
 
     def _features(self, shape: tuple[int, int], shared: bool) -> npt.NDArray[np.uint8]:
         """Copy the patches out, so that the segment is free for the next picture."""

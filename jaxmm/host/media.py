@@ -25,6 +25,7 @@ _FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "AVIF")
 _DAMAGED = (
     *(OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, IndexError),
     *(KeyError, TypeError, AttributeError, OverflowError, NotImplementedError, RuntimeError),
+    MemoryError,  # absurd sizes inside a small file
 )
 """What Pillow's readers let through on damaged data (fuzzed in the tests)."""
 

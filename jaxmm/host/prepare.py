@@ -1,15 +1,18 @@
 """From a request's pictures to items, and from ids and items to the expanded prompt. Host only."""
 
 import contextlib
+import functools
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxmm.config import MediaConfig
-from jaxmm.errors import MediaError, RequestError
+from jaxmm.errors import EngineStopped, MediaError, RequestError
 from jaxmm.host.decode import Decoder, Processed, Processor
 from jaxmm.host.identity import caller_identity, parse_caller_hashes, sentinels_for
 from jaxmm.host.item import Item, Modality, Prompt
@@ -18,8 +21,6 @@ from jaxmm.host.media_map import Known, MediaMap, media_key
 from jaxmm.host.placeholders import build_prompt, check_slots
 
 _Outcome = tuple[Known, npt.NDArray[np.uint8] | None]
-_Started = tuple[bytes | None, Known | Future[Processed]]
-"""Media key, where the source has one, and what is known or on its way."""
 
 
 class Preparer:
@@ -40,6 +41,11 @@ class Preparer:
         self._limits = Limits(media_config.max_bytes, media_config.max_decode_pixels)
         self._max_items = media_config.max_items
         self._placeholder_id = placeholder_id
+        self._lock = threading.RLock()  # an inline decoder calls back within submit
+        self._on_their_way: dict[bytes, Future[Processed]] = {}
+        self._held: weakref.WeakValueDictionary[bytes, npt.NDArray[np.uint8]] = (
+            weakref.WeakValueDictionary()
+        )
 
     def prepare_items(
         self,
@@ -61,7 +67,8 @@ class Preparer:
 
         Returns:
             Items in the order of the pictures, without offsets. A file that the media map knows
-            has no features; the same file twice is decoded once.
+            has features only while another item holds them. Requests that send one file together
+            share one decode.
 
         Raises:
             RequestError: Too many pictures, wrong pixel limits, or, as MediaError naming which, a
@@ -87,14 +94,16 @@ class Preparer:
         *,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
+        salt: str = "",
     ) -> npt.NDArray[np.uint8]:
         """Process the picture of an item that has no features, because its file was known.
 
         Args:
-            source: What the item was made from, with the same pixel limits.
+            source: What the item was made from; limits and salt as then.
             item: Made by `prepare_items`.
             min_pixels: Lower pixel limit of the request.
             max_pixels: Upper pixel limit of the request.
+            salt: The tenant.
 
         Returns:
             uint8[N, U] patches.
@@ -103,10 +112,17 @@ class Preparer:
             MediaError: The picture cannot be used, or is not the item's: its file has changed.
         """
         pixels = self._processor.limits(min_pixels, max_pixels)
-        processed = self._decoder.submit(source, *pixels).result()
-        if _known(processed) != Known(item.identity, item.grid_thw, item.num_rows):
+        data = read_source(source, self._limits)
+        if isinstance(data, bytes):
+            key = media_key(data, self._processor.fingerprint, pixels, salt)
+            with self._lock:
+                future = self._decode(key, data, pixels)
+        else:
+            future = self._decoder.submit(data, *pixels)
+        known, features = _outcome(future)
+        if known != Known(item.identity, item.grid_thw, item.num_rows) or features is None:
             raise MediaError("the picture has changed since its request came; send it again")
-        return processed.features
+        return features
 
     def prompt(
         self, ids: npt.NDArray[np.integer], slots: npt.ArrayLike, items: Sequence[Item]
@@ -128,48 +144,44 @@ class Preparer:
         self, images: Sequence[Any], pixels: tuple[int, int], salt: str
     ) -> list[_Outcome]:
         """Start every picture before waiting for the first."""
-        futures: dict[bytes, Future[Processed]] = {}
-        started: list[_Started] = []
+        started: list[_Outcome | Future[Processed]] = []
         outcomes: list[_Outcome] = []
-        try:
-            for index, image in enumerate(images):
-                with _naming(index, len(images)):
-                    started.append(self._start(image, pixels, salt, futures))
-            for index, (key, begun) in enumerate(started):
-                with _naming(index, len(images)):
-                    outcomes.append(self._finish(key, begun))
-        finally:
-            for _, begun in started[len(outcomes) :]:
-                if isinstance(begun, Future):
-                    begun.cancel()
+        for index, image in enumerate(images):
+            with _naming(index, len(images)):
+                started.append(self._start(image, pixels, salt))
+        for index, begun in enumerate(started):
+            with _naming(index, len(images)):
+                outcomes.append(_outcome(begun) if isinstance(begun, Future) else begun)
         return outcomes
 
     def _start(
-        self,
-        image: Any,
-        pixels: tuple[int, int],
-        salt: str,
-        futures: dict[bytes, Future[Processed]],
-    ) -> _Started:
+        self, image: Any, pixels: tuple[int, int], salt: str
+    ) -> _Outcome | Future[Processed]:
         source = read_source(image, self._limits)
         if not isinstance(source, bytes):
-            return None, self._decoder.submit(source, *pixels)
+            return self._decoder.submit(source, *pixels)
         key = media_key(source, self._processor.fingerprint, pixels, salt)
-        known = self._media_map.get(key)
-        if known is not None:
-            return key, known
-        if key not in futures:
-            futures[key] = self._decoder.submit(source, *pixels)
-        return key, futures[key]
+        with self._lock:
+            known = self._media_map.get(key)
+            if known is not None:
+                return known, self._held.get(key)
+            return self._decode(key, source, pixels)
 
-    def _finish(self, key: bytes | None, begun: Known | Future[Processed]) -> _Outcome:
-        if isinstance(begun, Known):
-            return begun, None
-        processed = begun.result()
-        known = _known(processed)
-        if key is not None:
-            self._media_map.put(key, known)
-        return known, processed.features
+    def _decode(self, key: bytes, source: bytes, pixels: tuple[int, int]) -> Future[Processed]:
+        """Join a decode of the same file that is on its way, or start one; under the lock."""
+        future = self._on_their_way.get(key)
+        if future is None:
+            future = self._on_their_way[key] = self._decoder.submit(source, *pixels)
+            future.add_done_callback(functools.partial(self._arrived, key))
+        return future
+
+    def _arrived(self, key: bytes, future: Future[Processed]) -> None:
+        with self._lock:
+            del self._on_their_way[key]
+            if not future.cancelled() and future.exception() is None:
+                processed = future.result()
+                self._media_map.put(key, _known(processed))
+                self._held[key] = processed.features
 
 
 @contextlib.contextmanager
@@ -183,6 +195,14 @@ def _naming(index: int, num_images: int) -> Iterator[None]:
 
 def _known(processed: Processed) -> Known:
     return Known(processed.identity, processed.grid_thw, processed.num_rows)
+
+
+def _outcome(future: Future[Processed]) -> _Outcome:
+    try:
+        processed = future.result()
+    except CancelledError:
+        raise EngineStopped("the engine was closed while pictures waited; make a new one") from None
+    return _known(processed), processed.features
 
 
 def _item(
