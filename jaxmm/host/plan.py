@@ -11,8 +11,8 @@ from jaxmm.host.sequence import Sequence
 class DecodeRow(NamedTuple):
     """One token of a running sequence; the step samples the token after it.
 
-    Its id is `output_ids[token_index - prompt.num_tokens]` where the host knows it already, else the
-    last token sampled in the sequence's state slot.
+    The token's id is `output_ids[token_index - prompt.num_tokens]` where the host knows it
+    already, else the last one sampled in the sequence's state slot.
     """
 
     sequence: Sequence
