@@ -1,7 +1,8 @@
 """What each token id stands for, in bytes. Host only."""
 
-import json
 from typing import Any
+
+from tokenizers.decoders import ByteLevel
 
 from jaxmm.errors import ModelError
 
@@ -16,11 +17,9 @@ def bytes_of_tokens(backend: Any, vocab_size: int) -> tuple[bytes, ...]:
     Raises:
         ModelError: The tokenizer is not byte-level.
     """
-    decoder = json.loads(backend.to_str())["decoder"] or {}
-    if decoder.get("type") != "ByteLevel":
-        raise ModelError(
-            f"the tokenizer's decoder is {decoder.get('type')}; jaxmm streams byte-level ones alone"
-        )
+    if not isinstance(backend.decoder, ByteLevel):
+        kind = type(backend.decoder).__name__
+        raise ModelError(f"the tokenizer's decoder is {kind}; jaxmm streams byte-level ones alone")
     table = {char: byte for byte, char in enumerate(_byte_characters())}
     spellings = [""] * vocab_size
     for token, i in backend.get_vocab(with_added_tokens=True).items():

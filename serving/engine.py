@@ -1,0 +1,43 @@
+"""The engine as the server sees it, and how it is loaded. Host only."""
+
+import importlib
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from jaxmm.config import EngineConfig
+from jaxmm.host.chat import ChatTokenizer
+from jaxmm.request import Delta, Request
+
+
+class ServedEngine(Protocol):
+    """What the server needs of `jaxmm.Engine`."""
+
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def tokenizer(self) -> ChatTokenizer: ...
+    @property
+    def healthy(self) -> bool: ...
+
+    def astream(self, request: Request) -> AsyncIterator[Delta]:
+        """Answer one request; cancelling the iteration aborts it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def load_engine(config: EngineConfig) -> ServedEngine:
+    """Build the engine; only here is it imported, since that takes seconds and claims devices.
+
+    Raises:
+        ModelError: The checkpoint cannot be loaded.
+    """
+    engine: ServedEngine = importlib.import_module("jaxmm.engine").Engine(config)
+    return engine
+
+
+def describe_buckets(config: EngineConfig) -> str:
+    """Describe what an engine of this config compiles, without building it."""
+    return str(importlib.import_module("jaxmm.engine").describe_buckets(config))
