@@ -375,7 +375,7 @@ class Engine:
 
     def _prime(self, plan: Plan) -> None:
         """Tell the device the history of sequences that were just admitted and need it."""
-        for sequence, span, _ in plan.extends:
+        for sequence, _, _ in plan.extends:
             params = sequence.sampling
             if not params.changes_logits or self._primed.get(sequence) == sequence.num_admissions:
                 continue

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 from jax.experimental import serialize_executable
 from tqdm import tqdm
 
@@ -128,7 +128,7 @@ def _machine() -> str:
     """Versions, flags, devices and processor."""
     flags = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
     devices = ",".join(f"{d.platform}:{d.device_kind}" for d in jax.devices())
-    return f"{jax.__version__}|{jaxlib.__version__}|{flags}|{devices}|{_processor()}"
+    return f"{jax.__version__}|{jaxlib.version.__version__}|{flags}|{devices}|{_processor()}"
 
 
 def _processor() -> str:

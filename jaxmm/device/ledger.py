@@ -82,11 +82,11 @@ class CompileLedger:
             raise RecompileError(f"{text}; set on_recompile = 'log' to serve on")
         logger.warning("recompile seconds=%.2f during=%s", record.seconds, context)
 
-    def _heard(self, event: str, seconds: float, **_: object) -> None:
+    def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event != _COMPILE_EVENT or threading.get_ident() != self._thread:
             return
         record = CompileRecord(
-            phase="serving", step="other", size=0, seconds=seconds, restored=False
+            phase="serving", step="other", size=0, seconds=duration_secs, restored=False
         )
         self.add(record)
         self._unreported = record

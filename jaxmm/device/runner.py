@@ -138,17 +138,9 @@ class Runner:
 
     def fetch(self, sampled: Sampled, *, logprobs: bool) -> Sampled:
         """Wait for a step and read what it sampled; without logprobs, the tokens alone."""
-        wanted = (
-            sampled
-            if logprobs
-            else sampled._replace(
-                logprob_B=None,
-                top_id_BX=None,
-                top_logprob_BX=None,  # type: ignore[arg-type]
-            )
-        )
-        fetched: Sampled = jax.device_get(wanted)
-        return fetched
+        if logprobs:
+            return jax.device_get(sampled)
+        return sampled._replace(token_B=jax.device_get(sampled.token_B))
 
     def _lower_language(self, rung: int) -> jax.stages.Lowered:
         layout = self.layout(rung)
@@ -166,14 +158,14 @@ class Runner:
     def _lower_encode(self, rung: int) -> jax.stages.Lowered:
         vision = self._vision
 
-        def shape(*dims: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
+        def shape(*dims: int, dtype: DTypeLike = jnp.int32) -> Any:
             return jax.ShapeDtypeStruct(dims, dtype)
 
-        lane: Any = steps.Lane(
+        lane = steps.Lane(
             shape(rung, vision.patch_values, dtype=jnp.uint8),
             shape(rung, 2),
             shape(rung),
-            shape(rung) if vision.window_patches else None,  # type: ignore[arg-type]
+            shape(rung) if vision.window_patches else None,
             shape(rung // MERGED_PATCHES),
         )
         return steps.encode_step.lower(

@@ -38,7 +38,7 @@ class Lane(NamedTuple):
     patches_NU: UInt8[Array, "N U"]
     coords_N2: Int32[Array, "N 2"]
     segment_N: Int32[Array, " N"]
-    window_N: Int32[Array, " N"]
+    window_N: Int32[Array, " N"] | None
     slot_M: Int32[Array, " M"]
 
 

@@ -93,8 +93,7 @@ class StepLayout:
     @property
     def size(self) -> int:
         """Words in the buffer."""
-        offset, shape = next(reversed(self.fields.values()))
-        return offset + math.prod(shape)
+        return sum(math.prod(shape) for _, shape in self.fields.values())
 
 
 class StepBatch:
