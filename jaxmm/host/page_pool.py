@@ -32,7 +32,7 @@ class PagePool:
         keep = len(self._free) - num_pages
         if keep < 0:
             raise OutOfPages(f"{num_pages} pages asked for, {len(self._free)} free")
-        pages = self._free[keep:]
+        pages = self._free[keep:][::-1]
         del self._free[keep:]
         for page in pages:
             self._owners[page] = 1
@@ -46,7 +46,7 @@ class PagePool:
 
     def release(self, pages: Sequence[int]) -> None:
         """Remove one owner from each page; pages without owners are free again."""
-        for page in pages:
+        for page in reversed(pages):  # so that they are handed out in the same order again
             assert self._owners[page] > 0, f"page {page} is free and cannot be released"
             self._owners[page] -= 1
             if self._owners[page] == 0:

@@ -6,6 +6,7 @@ with what it must be, and the tokens that come out with those of the sequence al
 """
 
 import hashlib
+from functools import lru_cache
 
 from jaxmm.host.item import Prompt, Span
 from jaxmm.host.plan import Plan
@@ -24,6 +25,7 @@ def next_token(kv: bytes) -> int:
     return kv[0] % VOCABULARY if kv[1] > 40 else STOP
 
 
+@lru_cache(maxsize=256)
 def prompt_contents(prompt: Prompt) -> list[object]:
     """What the language model sees at each token."""
     return [
