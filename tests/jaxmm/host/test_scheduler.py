@@ -1,6 +1,7 @@
 """Plans are legal, fair and get on, whatever runs, ends or runs out."""
 
 import dataclasses
+from typing import ClassVar
 
 import pytest
 from hypothesis import Phase, settings
@@ -342,9 +343,7 @@ def long_winded():
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_a_retracted_sequence_goes_on_as_if_nothing_had_happened(prefix_cache):
-    loop, pool, cache, arena = build(
-        num_pages=8, prefix_cache=prefix_cache, reserve_tokens=0
-    )
+    loop, pool, cache, arena = build(num_pages=8, prefix_cache=prefix_cache, reserve_tokens=0)
     sequences = [sequence for sequence, _ in zip(long_winded(), range(3), strict=False)]
     for sequence in sequences:
         loop.scheduler.add(sequence)
@@ -437,7 +436,7 @@ PARTS = st.lists(
 class SchedulerMachine(RuleBasedStateMachine):
     """Tiny pools, so that everything runs out; the device model checks every plan."""
 
-    changes: dict[str, object] = {"reserve_tokens": 0}
+    changes: ClassVar = {"reserve_tokens": 0}
 
     def __init__(self):
         super().__init__()
@@ -522,11 +521,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class WholeItemsMachine(SchedulerMachine):
-    changes = {"whole_items": True, "reserve_tokens": 0}
+    changes: ClassVar = {"whole_items": True, "reserve_tokens": 0}
 
 
 class NoPrefixCacheMachine(SchedulerMachine):
-    changes = {"prefix_cache": False, "reserve_tokens": 8}
+    changes: ClassVar = {"prefix_cache": False, "reserve_tokens": 8}
 
 
 MACHINE = settings(phases=[Phase.generate], max_examples=200, stateful_step_count=40, deadline=None)
