@@ -1,7 +1,7 @@
 """The engine as the server sees it, and how it is loaded. Host only."""
 
 import importlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from jaxmm.config import EngineConfig
@@ -26,6 +26,9 @@ class ServedEngine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+LoadEngine = Callable[[EngineConfig], ServedEngine]
 
 
 def load_engine(config: EngineConfig) -> ServedEngine:

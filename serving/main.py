@@ -11,11 +11,11 @@ import uvicorn
 from jaxmm.errors import ConfigError
 from serving.app import create_app
 from serving.config import ServerConfig
-from serving.engine import ServedEngine, load_engine
+from serving.engine import LoadEngine, ServedEngine, load_engine
 from serving.example import picture_uri
 
 
-def serve(config: ServerConfig) -> None:
+def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
     """Load the engine and serve until SIGINT or SIGTERM; then let running requests end.
 
     Raises:
@@ -26,7 +26,7 @@ def serve(config: ServerConfig) -> None:
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     with _listen(config.host, config.port) as listener:  # before minutes of loading
-        engine = load_engine(config.engine)
+        engine = load(config.engine)
         try:
             _print_usage(config, listener, engine.model_name)
             uvicorn.Server(_uvicorn_config(engine, config)).run(sockets=[listener])
