@@ -84,6 +84,16 @@ class SamplingParams:
         if any(not s for s in self.stop):
             raise SamplingError("stop contains an empty string")
 
+    @property
+    def changes_logits(self) -> bool:
+        """Penalties or a bias are set: the request's history matters to its logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or bool(self.logit_bias)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
