@@ -32,13 +32,15 @@ LoadEngine = Callable[[EngineConfig], ServedEngine]
 
 
 def load_engine(config: EngineConfig) -> ServedEngine:
-    """Build the engine; only here is it imported, since that takes seconds and claims devices.
+    """Build the engine.
 
     Raises:
+        ConfigError: Settings that cannot work together.
         ModelError: The checkpoint cannot be loaded.
     """
-    engine: ServedEngine = importlib.import_module("jaxmm.engine").Engine(config)
-    return engine
+    from jaxmm.engine import Engine  # takes seconds and may claim the devices
+
+    return Engine(config)
 
 
 def describe_buckets(config: EngineConfig) -> str:

@@ -34,7 +34,7 @@ def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
         try:
             listener.listen(_BACKLOG)  # a line pasted at once waits instead of failing
             _print_usage(config, listener, engine.model_name)
-            uvicorn.Server(_uvicorn_config(engine, config)).run(sockets=[listener])
+            uvicorn.Server(uvicorn_config(engine, config)).run(sockets=[listener])
         finally:
             engine.close()
 
@@ -59,7 +59,8 @@ def _leave(*_: object) -> None:
     raise SystemExit(0)
 
 
-def _uvicorn_config(engine: ServedEngine, config: ServerConfig) -> uvicorn.Config:
+def uvicorn_config(engine: ServedEngine, config: ServerConfig) -> uvicorn.Config:
+    """Settings of the HTTP machinery: no logging of its own, and time to drain."""
     return uvicorn.Config(
         create_app(engine, config),
         log_config=None,

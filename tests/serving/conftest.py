@@ -11,8 +11,8 @@ import pytest
 import uvicorn
 
 from jaxmm.host.chat import ChatTokenizer
-from serving.app import create_app
 from serving.config import ServerConfig
+from serving.main import uvicorn_config
 from tests import chat_checkpoints as checkpoints
 from tests.fakes import FakeEngine
 
@@ -36,9 +36,7 @@ def running(engine, config=None):
     """Serve on a free port; give the base URL."""
     config = config or ServerConfig()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(
-            uvicorn.Config(create_app(engine, config), log_config=None, access_log=False)
-        )
+        server = uvicorn.Server(uvicorn_config(engine, config))
         thread = threading.Thread(
             target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True
         )

@@ -229,8 +229,8 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event(tokenizer):
 
 def test_a_programming_error_tells_nothing_of_itself(tokenizer):
     engine = FakeEngine(tokenizer)
-    engine.tokenizer = None  # any attribute of it raises
     with running(engine) as url:
+        engine.tokenizer = None  # any attribute of it raises
         response = post(url, {"messages": ASK})
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal_error"

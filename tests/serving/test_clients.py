@@ -5,13 +5,14 @@ import contextlib
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from serving.config import ServerConfig
 from tests.fakes import FakeEngine
-from tests.serving.conftest import ASK, running
+from tests.serving.conftest import ASK, post, running
 
 
 def wait_until(condition):
@@ -102,3 +103,23 @@ def test_many_clients_at_once_are_all_answered_and_health_stays_quick(tokenizer)
     assert texts == {"A red square. 図 😀"}
     assert health.status_code == 200 and seconds < 2
     assert not engine.running and not engine.aborted
+
+
+def test_a_server_that_ends_lets_running_requests_finish(tokenizer):
+    engine = FakeEngine(tokenizer, seconds_per_token=0.05)
+    with ThreadPoolExecutor() as pool:
+        with running(engine) as url:
+            answer = pool.submit(post, url, {"messages": ASK})
+            wait_until(lambda: engine.running)
+        assert answer.result().json()["choices"][0]["finish_reason"] == "stop"
+
+
+def test_requests_that_outlast_the_drain_are_aborted(tokenizer):
+    engine = FakeEngine(tokenizer, seconds_per_token=0.01)
+    with (
+        running(engine, ServerConfig(drain_seconds=1)) as url,
+        raw_request(url, endless(stream=True)),
+    ):
+        wait_until(lambda: engine.running)
+    wait_until(lambda: engine.aborted)
+    assert not engine.running
