@@ -7,18 +7,23 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from jaxmm.errors import JaxmmError
-from jaxmm.request import SamplingParams
+from jaxmm.request import Delta, Request, SamplingParams
 from serving.config import ENGINE_PREFIX, ServerConfig, load_server_config
-from serving.engine import describe_buckets, load_engine
+from serving.engine import LoadEngine, describe_buckets, load_engine
 from serving.flags import add_flags, given_settings
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; give the exit status."""
+def main(arguments: Sequence[str] | None = None, load: LoadEngine = load_engine) -> int:
+    """Run one command; give the exit status.
+
+    Args:
+        arguments: Words after `jaxmm`; None: those of the process.
+        load: What builds the engine.
+    """
     parsed = _parser().parse_args(arguments)
     try:
         config = load_server_config(parsed.config, given_settings(parsed, ServerConfig))
-        parsed.run(parsed, config)
+        parsed.run(parsed, config, load)
     except JaxmmError as e:
         print(f"jaxmm: {e}", file=sys.stderr)
         return 1
@@ -59,19 +64,19 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", action="append", default=[], metavar="TEXT")
 
 
-def _serve(_: argparse.Namespace, config: ServerConfig) -> None:
+def _serve(_: argparse.Namespace, config: ServerConfig, load: LoadEngine) -> None:
     from serving.main import serve  # brings the web framework
 
-    serve(config)
+    serve(config, load)
 
 
-def _buckets(_: argparse.Namespace, config: ServerConfig) -> None:
+def _buckets(_: argparse.Namespace, config: ServerConfig, __: LoadEngine) -> None:
     print(describe_buckets(config.engine))
 
 
-def _generate(parsed: argparse.Namespace, config: ServerConfig) -> None:
+def _generate(parsed: argparse.Namespace, config: ServerConfig, load: LoadEngine) -> None:
     request = _request(parsed)
-    engine = load_engine(config.engine)
+    engine = load(config.engine)
     try:
         asyncio.run(_print_answer(engine.astream(request), parsed.stream))
     finally:

@@ -33,6 +33,8 @@ class Completions:
         self._fetcher = fetcher
         self._config = config
         self._model = model
+        self._vocab_size = engine.tokenizer.vocab_size
+        self._token_bytes = engine.tokenizer.token_bytes
 
     async def answer(self, http: Request) -> Response:
         """Answer one HTTP request.
@@ -44,16 +46,15 @@ class Completions:
         if chat.model not in (None, self._model):
             raise UnknownModel(f"the model served here is {self._model!r}; see GET /v1/models")
         pictures = await while_connected(http.receive, self._fetcher.fetch_all(image_urls(chat)))
-        tokenizer = self._engine.tokenizer
         request = to_request(
             chat,
             pictures,
             request_id=f"chatcmpl-{uuid.uuid4().hex}",
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=self._vocab_size,
             default_max_tokens=self._config.default_max_tokens,
         )
         writer = AnswerWriter(
-            chat, answer_id=request.id, model=self._model, token_bytes=tokenizer.token_bytes
+            chat, answer_id=request.id, model=self._model, token_bytes=self._token_bytes
         )
         logger.info("begin answer=%s request=%s", request.id, http.state.request_id)
         pump = Pump(self._engine, request, self._config.deadline_seconds)

@@ -23,6 +23,7 @@ class FetchConfig:
     timeout_seconds: float = 20.0
     """Time for one picture, redirects included."""
     max_redirects: int = 5
+    """Redirects followed for one picture; each target is checked like the first."""
 
     def __post_init__(self) -> None:
         if self.timeout_seconds <= 0:

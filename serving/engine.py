@@ -1,7 +1,7 @@
 """The engine as the server sees it, and how it is loaded. Host only."""
 
 import importlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from jaxmm.config import EngineConfig
@@ -28,14 +28,19 @@ class ServedEngine(Protocol):
     def close(self) -> None: ...
 
 
+LoadEngine = Callable[[EngineConfig], ServedEngine]
+
+
 def load_engine(config: EngineConfig) -> ServedEngine:
-    """Build the engine; only here is it imported, since that takes seconds and claims devices.
+    """Build the engine.
 
     Raises:
+        ConfigError: Settings that cannot work together.
         ModelError: The checkpoint cannot be loaded.
     """
-    engine: ServedEngine = importlib.import_module("jaxmm.engine").Engine(config)
-    return engine
+    from jaxmm.engine import Engine  # takes seconds and may claim the devices
+
+    return Engine(config)
 
 
 def describe_buckets(config: EngineConfig) -> str:

@@ -63,14 +63,6 @@ class Fetcher:
             raise several.exceptions[0] from None
         return {url: task.result() for url, task in tasks.items()}
 
-    async def fetch(self, url: str) -> bytes:
-        """Get one picture.
-
-        Raises:
-            MediaError: It cannot be had; names the host, never the path.
-        """
-        return await self._fetch(url, _Budget(self._max_bytes))
-
     async def _fetch_at(self, where: str, url: str, budget: "_Budget") -> bytes:
         try:
             return await self._fetch(url, budget)

@@ -3,6 +3,7 @@
 import json
 import logging
 import shlex
+import signal
 import socket
 import sys
 
@@ -11,11 +12,13 @@ import uvicorn
 from jaxmm.errors import ConfigError
 from serving.app import create_app
 from serving.config import ServerConfig
-from serving.engine import ServedEngine, load_engine
+from serving.engine import LoadEngine, ServedEngine, load_engine
 from serving.example import picture_uri
 
+_BACKLOG = 2048
 
-def serve(config: ServerConfig) -> None:
+
+def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
     """Load the engine and serve until SIGINT or SIGTERM; then let running requests end.
 
     Raises:
@@ -25,11 +28,13 @@ def serve(config: ServerConfig) -> None:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    with _listen(config.host, config.port) as listener:  # before minutes of loading
-        engine = load_engine(config.engine)
+    signal.signal(signal.SIGTERM, _leave)  # uvicorn raises it again when it has drained
+    with _bind(config.host, config.port) as listener:  # before minutes of loading
+        engine = load(config.engine)
         try:
+            listener.listen(_BACKLOG)  # a line pasted at once waits instead of failing
             _print_usage(config, listener, engine.model_name)
-            uvicorn.Server(_uvicorn_config(engine, config)).run(sockets=[listener])
+            uvicorn.Server(uvicorn_config(engine, config)).run(sockets=[listener])
         finally:
             engine.close()
 
@@ -50,16 +55,22 @@ def curl_line(url: str, model: str) -> str:
     return shlex.join([*command, json.dumps(body)])
 
 
-def _uvicorn_config(engine: ServedEngine, config: ServerConfig) -> uvicorn.Config:
+def _leave(*_: object) -> None:
+    raise SystemExit(0)
+
+
+def uvicorn_config(engine: ServedEngine, config: ServerConfig) -> uvicorn.Config:
+    """Settings of the HTTP machinery: no logging of its own, and time to drain."""
     return uvicorn.Config(
         create_app(engine, config),
         log_config=None,
         access_log=False,
+        backlog=_BACKLOG,
         timeout_graceful_shutdown=round(config.drain_seconds),
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
