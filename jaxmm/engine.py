@@ -7,6 +7,7 @@ the loop.
 """
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 import queue
@@ -275,12 +276,13 @@ class Engine:
                     item,
                     min_pixels=request.min_pixels,
                     max_pixels=request.max_pixels,
+                    salt=request.salt,
                 )
             except JaxmmError as error:
                 failure = error  # the name `error` ends with this block
                 self._inbox.put(lambda: self._fail(request.id, failure))
                 return
-            found = _with_features(item, features)
+            found = dataclasses.replace(item, features=features)
             self._inbox.put(lambda: self._provide(sequence, index, found))
 
         self._prepare_pool.submit(work)
@@ -477,9 +479,3 @@ def _token_logprob(fetched: Any, row: int, token: int, num_top: int) -> TokenLog
         logprob=float(fetched.logprob_B[row]),
         top=tuple(zip(ids, values, strict=True)),
     )
-
-
-def _with_features(item: Item, features: Any) -> Item:
-    import dataclasses
-
-    return dataclasses.replace(item, features=features)

@@ -1,6 +1,7 @@
 """Settles every size that the settings left open, from the model and the device. Host only."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxmm.config import EngineConfig
@@ -152,3 +153,32 @@ def _pages_that_fit(
     longest = min(config.max_model_len or model.max_position, _MAX_MODEL_LEN)
     most = 4 * (config.max_running or 128) * -(-longest // page_size)
     return min(pages, most)
+
+
+_SAMPLE_IMAGES = ((224, 224), (448, 448), (640, 480), (1024, 768), (1280, 720), (1920, 1080))
+"""Width and height of common pictures, for the padding that a ladder costs them."""
+
+
+def describe(sizes: Sizes, packed: Callable[[int, int], int]) -> str:
+    """Ladders, number of executables, and the padding of common pictures.
+
+    Args:
+        sizes: Of an engine.
+        packed: (width, height) of a picture to the patches that it takes in a lane.
+    """
+    buckets = sizes.buckets
+    lines = [
+        f"step tokens   {' '.join(map(str, buckets.tokens))}",
+        f"lane patches  {' '.join(map(str, buckets.patches))}",
+        f"executables   {buckets.num_executables} (one a rung, and one for penalties)",
+        f"pages         {sizes.num_pages} of {sizes.page_size} tokens",
+        f"arena         {sizes.num_rows} rows",
+        "",
+        "picture     patches  bucket  padding",
+    ]
+    for width, height in _SAMPLE_IMAGES:
+        used = packed(width, height)
+        rung = buckets.lane_patches(used)
+        name = f"{width}x{height}"
+        lines.append(f"{name:<11} {used:>7} {rung:>7} {1 - used / rung:>8.1%}")
+    return "\n".join(lines)

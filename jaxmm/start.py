@@ -1,5 +1,6 @@
 """Builds an engine's parts: checkpoint, sizes, caches, device memory, executables. Host only."""
 
+import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from jaxmm.host.chat import ChatTokenizer
 from jaxmm.host.decode import Decoder
 from jaxmm.host.decode_pool import DecodePool
 from jaxmm.host.identity import check_vocabulary
+from jaxmm.host.lanes import packed_patches
 from jaxmm.host.media import Limits
 from jaxmm.host.media_map import MediaMap
 from jaxmm.host.page_pool import PagePool
@@ -31,7 +33,7 @@ from jaxmm.models import family_module, read_config
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.loading import load_params
 from jaxmm.request import SamplingParams
-from jaxmm.sizes import CPU_MAX_PIXELS, Sizes, host_memory_bytes, settle_sizes
+from jaxmm.sizes import CPU_MAX_PIXELS, Sizes, describe, host_memory_bytes, settle_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -127,23 +129,10 @@ def build_parts(config: EngineConfig) -> Parts:
             f"{model.text.vocab_size} rows"
         )
     tokenizer.token_bytes  # noqa: B018  # made now, not in the first request
-    processor = family_module(model.family, "processor").ImageProcessor.from_checkpoint(
-        directory,
-        min_pixels=config.media.min_pixels,
-        max_pixels=config.media.max_pixels,
-    )
-    if not config.media.max_pixels and jax.default_backend() == "cpu":
-        processor = _with_max_pixels(processor, min(processor.max_pixels, CPU_MAX_PIXELS))
-    dtype = _dtype(config)
-    sizes = settle_sizes(
-        config,
-        model,
-        processor.max_patches,
-        platform=jax.default_backend(),
-        memory_bytes=device_memory_bytes(),
-        itemsize=np.dtype(dtype).itemsize,
-    )
     _check_kernels(config)
+    dtype = _dtype(config)
+    processor = _processor(config, model, directory)
+    sizes = _sizes(config, model, processor)
     ledger = CompileLedger(config.on_recompile)
     device = jax.devices()[0]
     params = load_params(
@@ -200,6 +189,43 @@ def build_parts(config: EngineConfig) -> Parts:
     )
 
 
+def describe_buckets(config: EngineConfig) -> str:
+    """Ladders, executables and expected padding of an engine, without building it."""
+    directory = model_directory(config)
+    model = read_config(directory)
+    processor = _processor(config, model, directory)
+
+    def packed(width: int, height: int) -> int:
+        return packed_patches(processor.grid(height, width), model.vision.window_patches)
+
+    return describe(_sizes(config, model, processor), packed)
+
+
+def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
+    processor = family_module(model.family, "processor").ImageProcessor.from_checkpoint(
+        directory,
+        min_pixels=config.media.min_pixels,
+        max_pixels=config.media.max_pixels,
+    )
+    if config.media.max_pixels or jax.default_backend() != "cpu":
+        return processor
+    max_pixels = min(processor.max_pixels, CPU_MAX_PIXELS)
+    return dataclasses.replace(
+        processor, max_pixels=max_pixels, min_pixels=min(processor.min_pixels, max_pixels)
+    )
+
+
+def _sizes(config: EngineConfig, model: ModelConfig, processor: Any) -> Sizes:
+    return settle_sizes(
+        config,
+        model,
+        processor.max_patches,
+        platform=jax.default_backend(),
+        memory_bytes=device_memory_bytes(),
+        itemsize=np.dtype(_dtype(config)).itemsize,
+    )
+
+
 def model_directory(config: EngineConfig) -> Path:
     """Directory of the model to serve.
 
@@ -231,11 +257,3 @@ def _check_kernels(config: EngineConfig) -> None:
         raise ConfigError(
             f"kernels='pallas' needs a TPU; this is {jax.default_backend()}. Use 'auto'."
         )
-
-
-def _with_max_pixels(processor: Any, max_pixels: int) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(
-        processor, max_pixels=max_pixels, min_pixels=min(processor.min_pixels, max_pixels)
-    )

@@ -1,6 +1,5 @@
 """The engine as the server sees it, and how it is loaded. Host only."""
 
-import importlib
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
@@ -45,4 +44,6 @@ def load_engine(config: EngineConfig) -> ServedEngine:
 
 def describe_buckets(config: EngineConfig) -> str:
     """Describe what an engine of this config compiles, without building it."""
-    return str(importlib.import_module("jaxmm.engine").describe_buckets(config))
+    from jaxmm import start  # brings jax
+
+    return start.describe_buckets(config)

@@ -62,7 +62,7 @@ class Runner:
         text, vision = (family_module(model.family, name) for name in ("text", "vision"))
         self._decoder = nnx.graphdef(nnx.eval_shape(lambda: text.TextDecoder(model.text, dtype)))
         self._encoder = nnx.graphdef(
-            nnx.eval_shape(lambda: vision.VisionEncoder(model.vision, dtype))
+            nnx.eval_shape(lambda: vision.VisionEncoder(model.vision, dtype=dtype))
         )
         self._vision = model.vision
         t = model.text

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int32
 
 from jaxmm.device.kv import PagedAttention
 from jaxmm.device.linear import linear
+from jaxmm.device.norms import rms_norm
 from jaxmm.models.config import TextConfig
 
 
@@ -97,13 +98,6 @@ class TextDecoder(nnx.Module):
         """Float32 logits of some rows of the output."""
         head_VD = self.embed_VD if self.config.tied else self.head_VD
         return linear(hidden_BD, head_VD[...]).astype(jnp.float32)
-
-
-def rms_norm(x_TD: Float[Array, "T D"], weight_D: Float[Array, " D"], eps: float) -> Array:
-    """Root-mean-square norm over the last axis, computed in float32 (arXiv:1910.07467)."""
-    x32_TD = x_TD.astype(jnp.float32)
-    scale_T1 = jax.lax.rsqrt(jnp.mean(x32_TD * x32_TD, axis=-1, keepdims=True) + eps)
-    return (x32_TD * scale_T1).astype(x_TD.dtype) * weight_D
 
 
 def rope_tables(positions_AT: Int32[Array, "3 T"], config: TextConfig) -> Float[Array, "2 T C"]:
