@@ -1,11 +1,11 @@
-"""Linear layers with weights stored [out, in], as checkpoints have them. Traced."""
+"""The linear layer: weights stand as in the checkpoint files, outputs first. Traced."""
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
-from jaxtyping import Float
+from jax import lax
+from jaxtyping import Array, Float
 
 _FEW_ROWS = 64
+"""Up to this many rows XLA's CPU matmul is up to 1.4 times faster with the weight on the left."""
 
 
 def linear(
@@ -13,17 +13,20 @@ def linear(
     weight_FD: Float[Array, "F D"],
     bias_F: Float[Array, " F"] | None = None,
 ) -> Float[Array, "T F"]:
-    """x @ weight.T + bias, accumulated in float32."""
-    if x_TD.shape[0] <= _FEW_ROWS and jax.default_backend() == "cpu":
-        # few rows: the weight as left operand streams it once (docs/decisions)
-        y_FT = lax.dot_general(
-            weight_FD, x_TD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        y_TF = y_FT.T
-    else:
-        y_TF = lax.dot_general(
-            x_TD, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
+    """x @ weight.T + bias, summed in float32, in the dtype of x."""
+    y_TF = (
+        lax.platform_dependent(x_TD, weight_FD, cpu=_weight_left, default=_weight_right)
+        if x_TD.shape[0] <= _FEW_ROWS
+        else _weight_right(x_TD, weight_FD)
+    )
     if bias_F is not None:
-        y_TF = y_TF + bias_F
+        y_TF = y_TF + bias_F.astype(jnp.float32)
     return y_TF.astype(x_TD.dtype)
+
+
+def _weight_left(x_TD: Array, weight_FD: Array) -> Array:
+    return jnp.einsum("FD,TD->FT", weight_FD, x_TD, preferred_element_type=jnp.float32).T
+
+
+def _weight_right(x_TD: Array, weight_FD: Array) -> Array:
+    return jnp.einsum("TD,FD->TF", x_TD, weight_FD, preferred_element_type=jnp.float32)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxmm.host.item import Item
-from jaxmm.host.page_pool import PagePool
+from jaxmm.host.page_pool import PagePool, Pages
 
 
 class OutOfRows(Exception):
@@ -33,7 +33,7 @@ class Lease:
 
     __slots__ = ("key", "num_holders", "pages", "ready", "slots")
 
-    def __init__(self, key: RowKey, pages: list[int], slots: npt.NDArray[np.int32]) -> None:
+    def __init__(self, key: RowKey, pages: Pages, slots: npt.NDArray[np.int32]) -> None:
         self.key = key
         self.pages = pages
         self.slots = slots
@@ -131,8 +131,8 @@ class Arena:
         while self._idle:
             self._evict_oldest()
 
-    def _make(self, key: RowKey, pages: list[int]) -> Lease:
-        first = np.array(pages, np.int32)[:, None] * self.page_rows
+    def _make(self, key: RowKey, pages: Pages) -> Lease:
+        first = pages[:, None] * self.page_rows
         rows = first + np.arange(self.page_rows, dtype=np.int32)
         slots = rows.astype(np.int32).reshape(-1)[: key.num_rows]
         slots.flags.writeable = False

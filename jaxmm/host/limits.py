@@ -26,6 +26,9 @@ class SchedulerConfig:
     max_model_len: int
     """Tokens of prompt and output together."""
     page_size: int
+    reserve_tokens: int = 64
+    """Tokens that each running sequence is expected to add before others end. Their pages are
+    kept free at admission: more make retracts rarer, fewer let more sequences run together."""
     whole_items: bool = False
     """The model attends both ways inside an item: no chunk may end there."""
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmm.host.page_pool import PagePool
+from jaxmm.host.page_pool import NO_PAGES, PagePool, Pages
 from jaxmm.host.prefix_key import Ids, Marks, PrefixKey, clip, num_equal
 
 _NO_IDS: Ids = np.zeros(0, np.int64)
@@ -42,7 +42,7 @@ class Node:
         start: int,
         cache_ids: Ids,
         marks: Marks,
-        pages: list[int],
+        pages: Pages,
     ) -> None:
         self.parent = parent
         self.edge = edge
@@ -65,7 +65,7 @@ class PrefixMatch(NamedTuple):
 
     num_tokens: int
     """A multiple of the page size."""
-    pages: list[int]
+    pages: Pages
     node: Node
     """Ends exactly at `num_tokens`. Lock it before the next call that may evict."""
 
@@ -105,7 +105,7 @@ class PrefixCache:
         """Tell how many tokens `match` would find; changes nothing."""
         return self._descend(key, use=False)[1]
 
-    def insert(self, key: PrefixKey, pages: list[int]) -> PrefixMatch:
+    def insert(self, key: PrefixKey, pages: Pages, tail: Node | None = None) -> PrefixMatch:
         """Keep the whole pages of `key`.
 
         Where the tree has a page for the same tokens already, that one stays, and the caller's
@@ -116,17 +116,26 @@ class PrefixCache:
         Args:
             key: Tokens whose KV has been written by the steps planned so far.
             pages: Pages of the same tokens in order; those beyond the last whole page are ignored.
+            tail: The node that the caller has locked once, if any. It grows in place when nobody
+                else holds it, so that a prompt cut into many chunks stays one node.
 
         Returns:
             Path of all whole pages of `key`, unlocked; empty when the cache is disabled.
         """
         if not self.enabled:
-            return PrefixMatch(0, [], _root(key.salt))
+            return PrefixMatch(0, NO_PAGES, _root(key.salt))
         usable = self._whole(len(key.cache_ids))
         node, stop = self._descend(key, use=True)
         node = self._cut(node, stop)
         if stop < usable:
-            node = self._add_leaf(node, key, stop, pages[stop // self.page_size :])
+            pages = pages[stop // self.page_size : usable // self.page_size].copy()
+            assert len(pages) * self.page_size == usable - stop, "fewer pages than tokens to keep"
+            self._pool.retain(pages)
+            self.num_pages += len(pages)
+            if node is tail and node.locks == 1 and not node.children and node.parent is not None:
+                self._lengthen(node, key, pages)
+            else:
+                node = self._add_leaf(node, key, pages)
         return PrefixMatch(node.stop, _path_pages(node), node)
 
     def lock(self, node: Node) -> None:
@@ -213,17 +222,19 @@ class PrefixCache:
         head.children[node.edge] = node
         return head
 
-    def _add_leaf(self, parent: Node, key: PrefixKey, start: int, pages: list[int]) -> Node:
-        ids = key.cache_ids[start : self._whole(len(key.cache_ids))].copy()
-        pages = pages[: len(ids) // self.page_size]
-        assert len(pages) * self.page_size == len(ids), "fewer pages than tokens to keep"
+    def _lengthen(self, node: Node, key: PrefixKey, pages: Pages) -> None:
+        node.pages = np.concatenate([node.pages, pages])
+        node.cache_ids = key.cache_ids[node.start :][: len(node.pages) * self.page_size].copy()
+        node.marks = clip(key.marks, node.start, node.stop)
+
+    def _add_leaf(self, parent: Node, key: PrefixKey, pages: Pages) -> Node:
+        start = parent.stop
+        ids = key.cache_ids[start:][: len(pages) * self.page_size].copy()
         leaf = Node(parent, self._edge(ids, key.marks, start), start, ids, key.marks, pages)
         leaf.last_used = self._clock
         parent.children[leaf.edge] = leaf
         if parent.parent is None:
             self._roots[parent.edge] = parent
-        self._pool.retain(pages)
-        self.num_pages += len(pages)
         self.num_evictable += len(pages)
         self._offer(leaf)
         return leaf
@@ -261,13 +272,13 @@ class PrefixCache:
 
 
 def _root(salt: str) -> Node:
-    return Node(None, _Edge(salt.encode()), 0, _NO_IDS, (), [])
+    return Node(None, _Edge(salt.encode()), 0, _NO_IDS, (), NO_PAGES)
 
 
-def _path_pages(node: Node) -> list[int]:
-    runs: list[list[int]] = []
+def _path_pages(node: Node) -> Pages:
+    runs: list[Pages] = []
     walk: Node | None = node
     while walk is not None:
         runs.append(walk.pages)
         walk = walk.parent
-    return [page for run in reversed(runs) for page in run]
+    return np.concatenate(runs[::-1])

@@ -85,7 +85,7 @@ class Residency:
         shared = 0 if sequence.node is None else sequence.node.stop
         if not self._cache.enabled or known < shared + self._cache.page_size:
             return None
-        return self._cache.insert(sequence.prefix_key(known), sequence.pages.array.tolist())
+        return self._cache.insert(sequence.prefix_key(known), sequence.pages.array, sequence.node)
 
     def _unlock(self, sequence: Sequence) -> None:
         if sequence.node is not None:

@@ -31,9 +31,6 @@ from jaxmm.request import FinishReason
 
 logger = logging.getLogger(__name__)
 
-RESERVE_TOKENS = 64
-"""Tokens that each running sequence is expected to add before others end; their pages are kept
-free at admission, so that retracts are rare."""
 MAX_DEFERRALS = 256
 """Plans for which a sequence waits for another one's prefill of the same prompt."""
 
@@ -289,7 +286,7 @@ class Scheduler:
         """Pages to keep free for a running sequence."""
         size = self.config.page_size
         last = sequence.prompt.num_tokens + sequence.max_output
-        return min(-(-last // size) - len(sequence.pages), -(-RESERVE_TOKENS // size))
+        return min(-(-last // size) - len(sequence.pages), -(-self.config.reserve_tokens // size))
 
     def _candidates(self, draft: Draft) -> list[Sequence]:
         """Waiting sequences that could start now, in the order in which they may."""

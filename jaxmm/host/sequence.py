@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from jaxmm.host.arena import Lease
 from jaxmm.host.item import Prompt, Span
+from jaxmm.host.page_pool import Pages
 from jaxmm.host.prefix_cache import Node
 from jaxmm.host.prefix_key import Ids, Marks, PrefixKey, marks_of
 from jaxmm.request import FinishReason, SamplingParams
@@ -45,11 +46,11 @@ class PageTable:
         return self._length
 
     @property
-    def array(self) -> npt.NDArray[np.int32]:
+    def array(self) -> Pages:
         """int32[num_pages]: a view, good until the next call that changes the table."""
         return self._buffer[: self._length]
 
-    def extend(self, pages: list[int]) -> None:
+    def extend(self, pages: Pages) -> None:
         stop = self._length + len(pages)
         if stop > len(self._buffer):
             grown = np.zeros(max(stop, 2 * len(self._buffer)), np.int32)
@@ -58,21 +59,21 @@ class PageTable:
         self._buffer[self._length : stop] = pages
         self._length = stop
 
-    def exchange(self, pages: list[int]) -> tuple[list[int], list[int]]:
+    def exchange(self, pages: Pages) -> tuple[Pages, Pages]:
         """Put `pages` in place of the first ones.
 
         Returns:
             Pages that are new to the table, and those that they replaced.
         """
-        first, wanted = self.array[: len(pages)], np.array(pages, np.int32)
-        differs = first != wanted
-        gained, dropped = wanted[differs].tolist(), first[differs].tolist()
-        first[:] = wanted
+        first = self.array[: len(pages)]
+        differs = first != pages
+        gained, dropped = pages[differs], first[differs]
+        first[:] = pages
         return gained, dropped
 
-    def clear(self) -> list[int]:
+    def clear(self) -> Pages:
         """Empty the table; returns the pages that were in it."""
-        pages: list[int] = self.array.tolist()
+        pages = self.array.copy()
         self._length = 0
         return pages
 

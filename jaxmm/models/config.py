@@ -108,13 +108,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def integer(raw: Raw, key: str, default: int) -> int:
-    """A positive or zero integer of config.json; a missing key or null gives the default."""
+def integer(raw: Raw, key: str, default: int, *, least: int = 1) -> int:
+    """An integer of config.json, from `least` up; a missing key or null gives the default."""
     value = raw.get(key)
     if value is None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ModelError(f"config.json: {key}={value!r} is not an integer from 0 up")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ModelError(f"config.json: {key}={value!r} is not an integer from {least} up")
     return value
 
 
@@ -153,18 +153,23 @@ def read_text_config(directory: Path, raw: Raw) -> TextConfig:
     require(text, "use_sliding_window", (False, None))
     width = integer(text, "hidden_size", 8192)
     num_heads = integer(text, "num_attention_heads", 64)
-    if num_heads == 0 or width % num_heads:
-        raise ModelError(f"config.json: hidden_size={width} is no multiple of {num_heads} heads")
-    theta, section = _read_rope(text, head_channels=width // num_heads)
     # null in the file means as many as query heads; only a missing key has the class default
-    num_kv_heads = integer(text, "num_key_value_heads", num_heads)
+    num_kv_heads = integer({"num_key_value_heads": 8, **text}, "num_key_value_heads", num_heads)
+    if width % num_heads:
+        raise ModelError(f"config.json: hidden_size={width} is no multiple of {num_heads} heads")
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"config.json: {num_heads} query heads are no multiple of {num_kv_heads} "
+            "key and value heads"
+        )
+    theta, section = _read_rope(text, head_channels=width // num_heads)
     return TextConfig(
         vocab_size=integer(text, "vocab_size", 152064),
         width=width,
         mlp_width=integer(text, "intermediate_size", 29568),
         num_layers=integer(text, "num_hidden_layers", 80),
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads if "num_key_value_heads" in text else 8,
+        num_kv_heads=num_kv_heads,
         head_channels=width // num_heads,
         rms_eps=number(text, "rms_norm_eps", 1e-5),
         rope_theta=theta,
@@ -210,6 +215,10 @@ def read_eos_token_ids(directory: Path, raw: Raw) -> tuple[int, ...]:
 def read_model_config(directory: Path, family: str, vision: VisionConfig, raw: Raw) -> ModelConfig:
     """Everything but the vision dimensions, which differ by family."""
     text = read_text_config(directory, raw)
+    if vision.width % vision.num_heads:
+        raise ModelError(
+            f"config.json: vision width {vision.width} is no multiple of {vision.num_heads} heads"
+        )
     if vision.out_width != text.width:
         raise ModelError(
             f"config.json: the vision encoder gives rows of {vision.out_width} values, "
@@ -219,10 +228,10 @@ def read_model_config(directory: Path, family: str, vision: VisionConfig, raw: R
         family=family,
         text=text,
         vision=vision,
-        image_token_id=integer(raw, "image_token_id", 151655),
-        video_token_id=integer(raw, "video_token_id", 151656),
-        vision_start_token_id=integer(raw, "vision_start_token_id", 151652),
-        vision_end_token_id=integer(raw, "vision_end_token_id", 151653),
+        image_token_id=integer(raw, "image_token_id", 151655, least=0),
+        video_token_id=integer(raw, "video_token_id", 151656, least=0),
+        vision_start_token_id=integer(raw, "vision_start_token_id", 151652, least=0),
+        vision_end_token_id=integer(raw, "vision_end_token_id", 151653, least=0),
         eos_token_ids=read_eos_token_ids(directory, raw),
         max_position=integer(raw.get("text_config") or raw, "max_position_embeddings", 32768),
     )

@@ -1,8 +1,6 @@
 """Which safetensors file of a checkpoint holds which tensor. Host only."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,14 @@ from safetensors import SafetensorError, safe_open
 from jaxmm.errors import ModelError
 
 
-@contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; tensors are mapped, and copied one by one as numpy arrays.
+def open_tensors(path: Path) -> Any:
+    """Open a safetensors file, a context manager: tensors are mapped and copied one by one.
 
     Raises:
         ModelError: The file is missing, cut short or no safetensors file.
     """
     try:
-        with safe_open(path, framework="numpy") as file:
-            yield file
+        return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as e:
         raise ModelError(f"{str(path)!r} cannot be read as safetensors: {e}") from e
 

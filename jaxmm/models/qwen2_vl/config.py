@@ -27,6 +27,10 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
+    require(raw, "in_channels", (3,))
+    require(raw, "in_chans", (3,))
+    require(raw, "spatial_merge_size", (2,))
+    require(raw, "temporal_patch_size", (2,))
     require(raw, "hidden_act", ("quick_gelu",))
     width = integer(raw, "embed_dim", 1280)
     return VisionConfig(
@@ -35,9 +39,9 @@ def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
         num_heads=integer(raw, "num_heads", 16),
         mlp_width=int(width * number(raw, "mlp_ratio", 4)),
         patch_size=integer(raw, "patch_size", 14),
-        temporal_patch_size=integer(raw, "temporal_patch_size", 2),
-        merge_size=integer(raw, "spatial_merge_size", 2),
-        in_channels=integer(raw, "in_channels", integer(raw, "in_chans", 3)),
+        temporal_patch_size=2,
+        merge_size=2,
+        in_channels=3,
         out_width=integer(raw, "hidden_size", 3584),
         window_patches=0,
         full_attention_layers=(),

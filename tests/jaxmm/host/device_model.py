@@ -6,13 +6,13 @@ with what it must be, and the tokens that come out with those of the sequence al
 """
 
 import hashlib
+from functools import lru_cache
 
 from jaxmm.host.item import Prompt, Span
 from jaxmm.host.plan import Plan
 from jaxmm.host.scheduler import Scheduler
 from jaxmm.host.sequence import Sequence, Status
 
-VOCABULARY = 3
 STOP = 0
 
 
@@ -21,9 +21,10 @@ def digest(before: bytes, content: object) -> bytes:
 
 
 def next_token(kv: bytes) -> int:
-    return kv[0] % VOCABULARY if kv[1] > 40 else STOP
+    return 1 + kv[0] % 2 if kv[1] > 20 else STOP
 
 
+@lru_cache(maxsize=256)
 def prompt_contents(prompt: Prompt) -> list[object]:
     """What the language model sees at each token."""
     return [

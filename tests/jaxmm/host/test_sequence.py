@@ -86,15 +86,16 @@ def test_items_after_a_token_have_rows_left(sequence, token, items):
 
 def test_a_page_table_grows_and_is_emptied():
     table = PageTable()
-    table.extend(list(range(10)))
-    table.extend(list(range(10, 40)))
+    table.extend(np.arange(10, dtype=np.int32))
+    table.extend(np.arange(10, 40, dtype=np.int32))
     assert table.array.tolist() == list(range(40))
-    assert table.clear() == list(range(40))
+    assert table.clear().tolist() == list(range(40))
     assert len(table) == 0
 
 
 def test_exchanged_pages_are_told_apart():
     table = PageTable()
-    table.extend([1, 2, 3, 4])
-    assert table.exchange([1, 7, 8]) == ([7, 8], [2, 3])
+    table.extend(np.array([1, 2, 3, 4], np.int32))
+    gained, dropped = table.exchange(np.array([1, 7, 8], np.int32))
+    assert (gained.tolist(), dropped.tolist()) == ([7, 8], [2, 3])
     assert table.array.tolist() == [1, 7, 8, 4]
