@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import textwrap
 import typing
+from operator import attrgetter
 from typing import Any
 
 from jaxmm.config import field_names
@@ -22,8 +23,8 @@ def flag_names(cls: type) -> dict[str, str]:
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type, prefix: str = "") -> None:
-    """Add a flag for each setting of `cls` whose name begins with `prefix`."""
-    docs, kinds = setting_docs(cls), field_names(cls)
+    """Add a flag for each setting of `cls` whose name begins with `prefix`; help has defaults."""
+    docs, kinds, defaults = setting_docs(cls), field_names(cls), cls()
     group = parser.add_argument_group("settings")
     for flag, setting in flag_names(cls).items():
         if setting.startswith(prefix):
@@ -32,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type, prefix: str = "") -> N
                 dest=setting,
                 default=argparse.SUPPRESS,
                 metavar=_metavar(kinds[setting]),
-                help=docs[setting].replace("%", "%%"),
+                help=f"{docs[setting]} [{attrgetter(setting)(defaults)!r}]".replace("%", "%%"),
             )
 
 

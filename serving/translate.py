@@ -44,6 +44,8 @@ def to_request(
         BadBody: Fields that contradict each other or name no token.
         SamplingError: A sampling parameter outside its range.
     """
+    if chat.stream_options is not None and not chat.stream:
+        raise BadBody("stream_options needs stream: true", "stream_options")
     return Request(
         id=request_id,
         messages=[_message(message.role, message.content) for message in chat.messages],

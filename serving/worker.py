@@ -61,7 +61,8 @@ class Pump:
         try:
             async with asyncio.timeout(deadline_seconds):
                 async for delta in engine.astream(request):
-                    earlier = self._gathered.get(delta.index)
+                    # what came last is read last: its usage is the final one
+                    earlier = self._gathered.pop(delta.index, None)
                     self._gathered[delta.index] = _joined(earlier, delta) if earlier else delta
                     self._changed.set()
         except TimeoutError:

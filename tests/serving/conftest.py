@@ -43,7 +43,7 @@ def running(engine, config=None):
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.should_exit = True
-        thread.join(10)
+        thread.join(30)
         assert not thread.is_alive(), "the server did not end"
 
 

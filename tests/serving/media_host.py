@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 PICTURE = bytes(range(256)) * 4
+BOMB = gzip.compress(bytes(8 << 20))
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -73,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, gzip.compress(PICTURE), content_encoding="gzip")
 
     def _bomb(self, *_):
-        self._send(200, gzip.compress(bytes(32 << 20)), content_encoding="gzip")
+        self._send(200, BOMB, content_encoding="gzip")
 
     def _brotli(self, *_):
         self._send(200, PICTURE, content_encoding="br")

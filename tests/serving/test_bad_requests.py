@@ -52,6 +52,10 @@ BAD = {
     "stop ids": ({"messages": ASK, "stop_token_ids": [-1]}, "stop_token_ids"),
     "top logprobs alone": ({"messages": ASK, "top_logprobs": 3}, "needs logprobs"),
     "many logprobs": ({"messages": ASK, "logprobs": True, "top_logprobs": 21}, "logprobs=21"),
+    "stream options alone": (
+        {"messages": ASK, "stream_options": {"include_usage": True}},
+        "needs stream",
+    ),
     "empty stop": ({"messages": ASK, "stop": [""]}, "stop"),
     "many stops": ({"messages": ASK, "stop": ["a"] * 17}, "the limit is 16"),
     "half a surrogate pair": (

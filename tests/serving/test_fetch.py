@@ -18,6 +18,7 @@ from serving.fetch import Fetcher
 from tests.serving.media_host import PICTURE, media_host
 
 MAX_BYTES = 4096
+PATIENCE_SECONDS = 8  # far below the 20 s that a fetch may take, far above a busy machine's lag
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_private_addresses_are_refused_by_default_at_once(host, name):
     start = time.monotonic()
     with pytest.raises(FetchError, match=r"private or reserved|cannot be resolved"):
         fetch(f"http://{name}:{host.server_port}/picture")
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < PATIENCE_SECONDS
     assert host.hits == []
 
 
@@ -177,13 +178,14 @@ def test_no_scheme_at_all_means_data_uris_alone():
 )
 def test_a_host_that_misbehaves_costs_no_more_than_the_limits(host, path, problem):
     start = time.monotonic()
+    timeout_seconds = 0.3 if "did not answer" in problem else 9.0
     with pytest.raises(MediaError, match=problem) as refused:
         fetch(
             f"http://127.0.0.1:{host.server_port}/{path}",
             allowed_hosts=allow(host),
-            timeout_seconds=0.3,
+            timeout_seconds=timeout_seconds,
         )
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < PATIENCE_SECONDS
     assert "secret" not in str(refused.value)
 
 
@@ -231,7 +233,7 @@ def test_one_picture_that_fails_ends_the_waiting_for_the_others(host):
         fetch_all(
             {"first": f"{base}/hang", "second": f"{base}/status/404"}, allowed_hosts=allow(host)
         )
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < PATIENCE_SECONDS
 
 
 ENCODED = base64.b64encode(PICTURE).decode()
