@@ -130,7 +130,7 @@ def zeros(dtype: jnp.dtype, *shape: int) -> nnx.Param[Array]:
 
 
 def embed_patches(
-    patches_NU: UInt8[Array, "N U"], patch_EU: Float[Array, "E U2"], config: VisionConfig
+    patches_NU: UInt8[Array, "N U"], patch_EU: Float[Array, "E 2*U"], config: VisionConfig
 ) -> Float[Array, "N E"]:
     """Normalise pixels and project them.
 
