@@ -170,7 +170,7 @@ def load_config(
         ConfigError: An unknown key (the nearest known one is named) or a value of a wrong type.
     """
     values = _flatten(_read_toml(path)) if path is not None else {}
-    values |= _environment(cls)
+    values |= environment(cls)
     values |= dict(overrides or {})
     return _build(cls, values, "")
 
@@ -207,7 +207,8 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _environment(cls: type) -> dict[str, str]:
+def environment(cls: type) -> dict[str, str]:
+    """Settings of a config dataclass found in `JAXMM_*` variables, by dotted name."""
     names = {f"JAXMM_{name.replace('.', '_').upper()}": name for name in field_names(cls)}
     return {names[key]: value for key, value in os.environ.items() if key in names}
 

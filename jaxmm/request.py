@@ -1,6 +1,5 @@
 """What a caller asks for and what it gets: sampling parameters, requests, results. Host only."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ MAX_STOP_TOKEN_IDS = 16
 
 def _check(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     above = value > low if open_low else value >= low
-    if not (math.isfinite(value) and above and value <= high):
+    if not (above and value <= high):  # false for NaN
         bracket = "(" if open_low else "["
         raise SamplingError(f"{name}={value} is outside {bracket}{low}, {high}]")
 
@@ -84,6 +83,16 @@ class SamplingParams:
             )
         if any(not s for s in self.stop):
             raise SamplingError("stop contains an empty string")
+
+    @property
+    def changes_logits(self) -> bool:
+        """Penalties or a bias are set: the request's history matters to its logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or bool(self.logit_bias)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
