@@ -42,13 +42,13 @@ def segment_attention(
         segment_N: -1 for padding; the others never fall.
         block: Queries of one loop and keys of one step of it; None chooses.
     """
-    num, _, channels = q_NHC.shape
+    num = len(q_NHC)
     block = block or (_BLOCK if num > _SMALL_LANE else _BLOCK // 2)
     pad = -num % block
     segment_N = jnp.pad(segment_N, (0, pad), constant_values=-1)
     q_HNC, k_HNC, v_HNC = (
         jnp.pad(jnp.moveaxis(x_NHC, 1, 0), ((0, 0), (0, pad), (0, 0)))
-        for x_NHC in (q_NHC * channels**-0.5, k_NHC, v_NHC)
+        for x_NHC in (q_NHC, k_NHC, v_NHC)
     )
     first_J, stop_J = _key_blocks(segment_N.reshape(-1, block))
 
@@ -82,8 +82,8 @@ def _attend(
     segment_N: Array,
     key_blocks: tuple[Array, Array],
 ) -> Array:
-    """One block of scaled queries against a range of key blocks; the letter J is their keys."""
-    block = len(segment_B)
+    """One block of queries against a range of key blocks; J stands for the keys of one."""
+    block, scale = len(segment_B), q_HBC.shape[-1] ** -0.5
 
     def add_block(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top_HB, sum_HB, out_HBC = state
@@ -91,7 +91,7 @@ def _attend(
         v_HJC = lax.dynamic_slice_in_dim(v_HNC, j * block, block, 1)
         segment_J = lax.dynamic_slice_in_dim(segment_N, j * block, block)
         score_HBJ = jnp.einsum("hbc,hjc->hbj", q_HBC, k_HJC, preferred_element_type=jnp.float32)
-        score_HBJ = jnp.where(segment_B[:, None] == segment_J, score_HBJ, _MASKED)
+        score_HBJ = jnp.where(segment_B[:, None] == segment_J, score_HBJ * scale, _MASKED)
         new_top_HB = jnp.maximum(top_HB, score_HBJ.max(axis=-1))
         weight_HBJ = jnp.exp(score_HBJ - new_top_HB[..., None])
         decay_HB = jnp.exp(top_HB - new_top_HB)

@@ -8,6 +8,7 @@ reordered here.
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
 from jaxmm.device.linear import linear
@@ -38,7 +39,7 @@ class VisionEncoder(nnx.Module):
         config: VisionConfig,
         *,
         implementation: Implementation = "portable",
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
     ):
         self.config = config
         self.implementation = implementation
@@ -92,7 +93,7 @@ class VisionEncoder(nnx.Module):
 class _Layer(nnx.Module):
     """Pre-norm transformer layer."""
 
-    def __init__(self, config: VisionConfig, dtype: jnp.dtype):
+    def __init__(self, config: VisionConfig, dtype: DTypeLike):
         width, mlp_width = config.width, config.mlp_width
         self.num_heads = config.num_heads
         self.attn_norm_E = zeros(dtype, width)
@@ -122,7 +123,7 @@ class _Layer(nnx.Module):
 class _Merger(nnx.Module):
     """Four neighbouring patches to one row."""
 
-    def __init__(self, config: VisionConfig, dtype: jnp.dtype):
+    def __init__(self, config: VisionConfig, dtype: DTypeLike):
         self.norm_E = zeros(dtype, config.width)
         merged = config.width * config.merged_patches
         self.hidden_XX = zeros(dtype, merged, merged)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
 from jaxmm.device.linear import linear
@@ -34,7 +35,7 @@ class VisionEncoder(nnx.Module):
         config: VisionConfig,
         *,
         implementation: Implementation = "portable",
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
     ):
         self.config = config
         self.implementation = implementation
@@ -77,7 +78,7 @@ class VisionEncoder(nnx.Module):
 class _Layer(nnx.Module):
     """Pre-norm transformer layer."""
 
-    def __init__(self, config: VisionConfig, dtype: jnp.dtype):
+    def __init__(self, config: VisionConfig, dtype: DTypeLike):
         width, mlp_width = config.width, config.mlp_width
         self.num_heads = config.num_heads
         self.attn_norm_E = zeros(dtype, width)
@@ -108,7 +109,7 @@ class _Layer(nnx.Module):
 class _Merger(nnx.Module):
     """Four neighbouring patches to one row."""
 
-    def __init__(self, config: VisionConfig, dtype: jnp.dtype):
+    def __init__(self, config: VisionConfig, dtype: DTypeLike):
         self.norm_E = zeros(dtype, config.width)
         self.norm_bias_E = zeros(dtype, config.width)
         merged = config.width * config.merged_patches
@@ -124,13 +125,13 @@ class _Merger(nnx.Module):
         )
 
 
-def zeros(dtype: jnp.dtype, *shape: int) -> nnx.Param[Array]:
+def zeros(dtype: DTypeLike, *shape: int) -> nnx.Param[Array]:
     """A parameter yet to be loaded; under `nnx.eval_shape` it takes no memory."""
     return nnx.Param(jnp.zeros(shape, dtype))
 
 
 def embed_patches(
-    patches_NU: UInt8[Array, "N U"], patch_EU: Float[Array, "E U2"], config: VisionConfig
+    patches_NU: UInt8[Array, "N U"], patch_EU: Float[Array, "E 2*U"], config: VisionConfig
 ) -> Float[Array, "N E"]:
     """Normalise pixels and project them.
 
