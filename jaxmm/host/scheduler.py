@@ -225,7 +225,7 @@ class Scheduler:
                 return
             if sequence.status is not Status.RUNNING:
                 continue  # retracted for the rows of one before it
-            while (
+            while (  # if an older one gets on, rows will be passed without a retract
                 self._extend(sequence, draft) is Shortage.ROWS
                 and not draft.extends
                 and self._retract_for_rows(sequence)

@@ -182,6 +182,16 @@ def test_nobody_is_overtaken_for_ever():
     assert FAIRNESS_WINDOW > MAX_OVERTAKEN
 
 
+def test_cached_prompt_tokens_are_counted_once():
+    loop, *_ = build()
+    for name in ("a", "b"):
+        loop.scheduler.add(sequence_of([1] * 10, name=name, max_tokens=1))
+        loop.drain(5)
+    counters = loop.scheduler.counters
+    assert (counters.prompt_tokens, counters.cached_tokens) == (20, 8)
+    assert (counters.extend_tokens, counters.decode_tokens, counters.finished) == (12, 0, 2)
+
+
 # Items
 
 
