@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from kernels_pallas.ragged_paged_attention.api import Ragged
 
 _DECODE_KEYS = 64  # a page's worth of keys a turn stays in the first-level cache
-_EXTEND_KEYS = 256
-_EXTEND_QUERIES = 128
+_EXTEND_KEYS = 512
+_EXTEND_QUERIES = 256
 _NEVER = -1e30  # finite, so that a block without a visible key leaves no NaN behind
 
 

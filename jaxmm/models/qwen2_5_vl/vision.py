@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Int32, UInt8
 
 from jaxmm.device.linear import linear
 from jaxmm.device.norms import rms_norm
+from jaxmm.device.rope import Rope
 from jaxmm.models.config import VisionConfig
 from jaxmm.models.qwen2_vl.vision import (
     NORM_EPS,
     Attend,
-    Rope,
     attention,
     embed_patches,
     merge,
@@ -66,7 +66,7 @@ class VisionEncoder(nnx.Module):
             N // 4 rows in lane order, finite for padding.
         """
         x_NE = embed_patches(patches_NU, self.patch_EU[...], self.config)
-        rope = rope_angles(coords_N2, self.config.head_channels)
+        rope = Rope.of(rope_angles(coords_N2, self.config.head_channels))
 
         def attend_image(q_NHC: Array, k_NHC: Array, v_NHC: Array) -> Array:
             return segment_attention(
