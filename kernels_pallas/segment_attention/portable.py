@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-_BLOCK = 256
-"""Queries, and keys, of one step: scores of 256 KB a head stay in cache, matmuls run near peak."""
-_SMALL_LANE = 4096
-"""Up to this many patches blocks are half as large: images of 700 patches then cost an eighth
-less, for what is left over in their last blocks; one image of 4096 costs a twentieth more."""
+_QUERIES = 256
+"""Queries of one loop, and keys of one step where the lane is small or the heads are many."""
+_TILE = 1 << 20
+"""Scores of one step, all heads: below a million XLA's CPU backend leaves the softmax to one
+thread; far above, they leave the cache."""
 _MASKED = -1e30
 """Score of a key that the query does not see; finite, so that no infinity meets another."""
 
@@ -40,21 +40,22 @@ def segment_attention(
         segment_N: From 0 to N - 1, never falling; -1 for padding.
         block: Queries of one loop and keys of one step of it; None chooses.
     """
-    num = len(q_NHC)
-    block = block or (_BLOCK if num > _SMALL_LANE else _BLOCK // 2)
+    num, heads, _ = q_NHC.shape
+    key_block = block or min(max(_QUERIES, _TILE // (heads * _QUERIES)), max(num // 2, 1))
+    block = block or min(_QUERIES, num)
     # the last block may begin at the last patch; slices must not be clamped
     q_HNC, k_HNC, v_HNC = (
-        jnp.pad(jnp.moveaxis(x_NHC, 1, 0), ((0, 0), (0, block), (0, 0)))
+        jnp.pad(jnp.moveaxis(x_NHC, 1, 0), ((0, 0), (0, max(block, key_block)), (0, 0)))
         for x_NHC in (q_NHC, k_NHC, v_NHC)
     )
-    real_N = jnp.pad(segment_N >= 0, (0, block))
+    real_N = jnp.pad(segment_N >= 0, (0, key_block))
     first_N, stop_N, next_N = _segment_bounds(segment_N)
 
     def attend_block(state: tuple[Array, Array]) -> tuple[Array, Array]:
         start, out_HNC = state
         keys = (first_N[start], stop_N[start])
         q_HBC = lax.dynamic_slice_in_dim(q_HNC, start, block, 1)
-        out_HBC = _attend(q_HBC, k_HNC, v_HNC, real_N, keys)
+        out_HBC = _attend(q_HBC, k_HNC, v_HNC, real_N, keys, key_block)
         out_HNC = lax.dynamic_update_slice_in_dim(out_HNC, out_HBC, start, 1)
         return next_N[jnp.minimum(start + block, stop_N[start])], out_HNC
 
@@ -78,10 +79,15 @@ def _segment_bounds(segment_N: Array) -> tuple[Array, Array, Array]:
 
 
 def _attend(
-    q_HBC: Array, k_HNC: Array, v_HNC: Array, real_N: Array, keys: tuple[Array, Array]
+    q_HBC: Array,
+    k_HNC: Array,
+    v_HNC: Array,
+    real_N: Array,
+    keys: tuple[Array, Array],
+    block: int,
 ) -> Array:
-    """One block of queries against a range of keys, block by block; J are the keys of one."""
-    block, scale = q_HBC.shape[1], q_HBC.shape[2] ** -0.5
+    """One block of queries against a range of keys, `block` of them (J) at a time."""
+    scale = q_HBC.shape[2] ** -0.5
     first, stop = keys
 
     def add_block(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
