@@ -9,7 +9,8 @@
     G  query heads per KV head (H = K * G)     T  tokens of a step
     H  query heads                             U  feature values of a patch
     I  items                                   V  vocabulary
-    K  KV heads                                W  patches per window
+    J  blocks of a lane, or keys of one block  W  patches per window
+    K  KV heads                                X  encoder width of merged patches (4 E)
     L  layers
 
 Array names end in their letters (`text_TD`); annotations spell them (`Float[Array, "T D"]`).

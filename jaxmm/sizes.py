@@ -14,7 +14,7 @@ CPU_MAX_PIXELS = 1605632
 """Upper pixel limit on a CPU where none is set: 8192 patches of 14 x 14."""
 _MAX_MODEL_LEN = 32768
 _CPU_KV_BYTES = 2 << 30
-_ROW_GROUP = 8  # sampled rows go through the head in groups of eight
+_ROW_GROUP = 16  # sampled rows go through the head in groups of sixteen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

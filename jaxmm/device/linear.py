@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-_FEW_ROWS = 64
-"""Up to this many rows XLA's CPU matmul is up to 1.4 times faster with the weight on the left."""
+_FEW_ROWS = 128
+"""Up to this many rows XLA's CPU matmul is up to twice as fast with the weight on the left."""
 
 
 def linear(
@@ -25,7 +25,11 @@ def linear(
 
 
 def _weight_left(x_TD: Array, weight_FD: Array) -> Array:
-    return jnp.einsum("FD,TD->FT", weight_FD, x_TD, preferred_element_type=jnp.float32).T
+    # The barriers keep XLA from folding the transposes into the product, which would swap its
+    # operands again.
+    x_DT = lax.optimization_barrier(x_TD.T)
+    y_FT = jnp.einsum("FD,DT->FT", weight_FD, x_DT, preferred_element_type=jnp.float32)
+    return lax.optimization_barrier(y_FT).T
 
 
 def _weight_right(x_TD: Array, weight_FD: Array) -> Array:

@@ -29,7 +29,7 @@ from kernels_pallas.scatter_rows import scatter_rows
 Params = Mapping[str, Any]
 KVPages = tuple[Float[Array, "P J S C"], ...]
 
-SAMPLE_GROUP = 8  # rows whose logits are made together; the head is read once for each group
+SAMPLE_GROUP = 16  # rows whose logits are made together; the head is read once for each group
 
 
 class Lane(NamedTuple):

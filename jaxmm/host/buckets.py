@@ -12,6 +12,7 @@ from jaxmm.errors import ConfigError, MediaTooLarge
 
 _TOKEN_STEP = 64  # distance of token rungs from 128 up, on machines where padding is dear
 _PATCH_ALIGN = 64  # a window of 8 x 8 patches
+_LARGE_LANE = 1024  # patches from which an eighth of padding would be felt
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -44,19 +45,20 @@ def token_rungs(low: int, high: int, *, dense: bool) -> tuple[int, ...]:
 
 
 def patch_rungs(low: int, high: int, *, dense: bool) -> tuple[int, ...]:
-    """Rungs of lane patches, multiples of 64: four an octave when dense, else two.
+    """Rungs of lane patches, multiples of 64: closer together when dense.
 
     Args:
         low: Lowest rung, rounded up to a multiple of 64.
         high: Highest rung at least.
-        dense: Closer rungs, for devices without idle compute.
+        dense: Four rungs an octave, eight from 1024 up, for devices without idle compute; else two.
     """
     steps = 4 if dense else 2
     rungs = [round_up(low, _PATCH_ALIGN)]
     base = rungs[0]
     while rungs[-1] < high:
-        for i in range(1, steps + 1):
-            rung = round_up(base + base * i // steps, _PATCH_ALIGN)
+        parts = steps * 2 if base >= _LARGE_LANE and dense else steps
+        for i in range(1, parts + 1):
+            rung = round_up(base + base * i // parts, _PATCH_ALIGN)
             if rungs[-1] < high and rung > rungs[-1]:
                 rungs.append(min(rung, max(round_up(high, _PATCH_ALIGN), rungs[-1] + _PATCH_ALIGN)))
         base *= 2

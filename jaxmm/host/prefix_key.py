@@ -41,6 +41,8 @@ def marks_of(items: Sequence[Item]) -> Marks:
 def clip(marks: Marks, start: int, stop: int) -> Marks:
     """Keep what lies in tokens `[start, stop)`."""
     inside = marks[bisect_right(marks, start, key=_stop) : bisect_left(marks, stop, key=_start)]
+    if not inside or (inside[0].start >= start and inside[-1].stop <= stop):
+        return inside
     return tuple(Mark(max(m.start, start), min(m.stop, stop), m.identity) for m in inside)
 
 
@@ -74,10 +76,12 @@ def num_equal(a_ids: Ids, a_marks: Marks, b_ids: Ids, b_marks: Marks, start: int
     if not (a_marks or b_marks):
         return equal
     stop = start + equal
-    return _first_difference(clip(a_marks, start, stop), clip(b_marks, start, stop), stop) - start
+    ours, theirs = clip(a_marks, start, stop), clip(b_marks, start, stop)
+    return equal if ours == theirs else _first_difference(ours, theirs) - start
 
 
-def _first_difference(a_marks: Marks, b_marks: Marks, stop: int) -> int:
+def _first_difference(a_marks: Marks, b_marks: Marks) -> int:
+    """First token that two lists of marks do not give to the same item; the lists differ."""
     for a, b in zip_longest(a_marks, b_marks):
         if a == b:
             continue
@@ -86,7 +90,7 @@ def _first_difference(a_marks: Marks, b_marks: Marks, stop: int) -> int:
         if a.start != b.start or a.identity != b.identity:
             return min(a.start, b.start)
         return min(a.stop, b.stop)
-    return stop
+    raise AssertionError("the marks are equal")
 
 
 def num_shared(a: PrefixKey, b: PrefixKey) -> int:

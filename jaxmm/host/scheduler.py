@@ -22,9 +22,9 @@ from jaxmm.host.limits import SchedulerConfig, check_fits, output_limit
 from jaxmm.host.page_pool import PagePool
 from jaxmm.host.plan import Draft, Plan
 from jaxmm.host.prefix_cache import PrefixCache
-from jaxmm.host.prefix_key import num_shared
 from jaxmm.host.residency import Residency
 from jaxmm.host.sequence import Sequence, Status
+from jaxmm.host.sharing import is_being_computed, num_usable
 from jaxmm.host.staging import Shortage, ask_for_features, stage_chunk
 from jaxmm.host.waiting import WaitingQueue, is_entitled, overtake
 from jaxmm.request import FinishReason
@@ -225,7 +225,7 @@ class Scheduler:
                 return
             if sequence.status is not Status.RUNNING:
                 continue  # retracted for the rows of one before it
-            while (
+            while (  # if an older one gets on, rows will be passed without a retract
                 self._extend(sequence, draft) is Shortage.ROWS
                 and not draft.extends
                 and self._retract_for_rows(sequence)
@@ -239,7 +239,9 @@ class Scheduler:
             NONE if the sequence got on, even by less than wanted; else what it lacks.
         """
         start = sequence.num_computed
-        stop = self._cut(sequence, min(start + draft.tokens_left, sequence.extend_stop))
+        stop = min(start + draft.tokens_left, sequence.extend_stop)
+        if self.config.whole_items:
+            stop = sequence.item_start(stop)
         if stop <= start:
             return Shortage.TOKENS
         stop, shortage = stage_chunk(sequence, stop, self._arena, draft)
@@ -247,10 +249,6 @@ class Scheduler:
             return shortage
         draft.extend(sequence, stop)
         return Shortage.NONE
-
-    def _cut(self, sequence: Sequence, stop: int) -> int:
-        """Move a chunk's end to where the family allows one."""
-        return sequence.item_start(stop) if self.config.whole_items else stop
 
     def _retract_for_rows(self, sequence: Sequence) -> bool:
         """Retract the newest sequence that holds rows, if it is newer than this one."""
@@ -269,11 +267,11 @@ class Scheduler:
             return
         reserve = sum(map(self._reserve, self._running))
         queue = self._candidates(draft)
-        passed = list(queue)
-        for sequence in queue:
+        passed = [sequence for sequence, _ in queue]
+        for sequence, cached in queue:
             if not (draft.tokens_left and self._residency.num_slots):
                 return
-            shortage = self._admit(sequence, reserve, draft)
+            shortage = self._admit(sequence, cached, reserve, draft)
             if shortage in (Shortage.NONE, Shortage.PREFILL):
                 passed.remove(sequence)
             if shortage is Shortage.NONE:
@@ -288,47 +286,47 @@ class Scheduler:
         last = sequence.prompt.num_tokens + sequence.max_output
         return min(-(-last // size) - len(sequence.pages), -(-self.config.reserve_tokens // size))
 
-    def _candidates(self, draft: Draft) -> list[Sequence]:
-        """Waiting sequences that could start now, in the order in which they may."""
-        ready: list[Sequence] = []
+    def _candidates(self, draft: Draft) -> list[tuple[Sequence, int]]:
+        """Waiting sequences that could start now, in the order in which they may.
+
+        Returns:
+            Each with the number of its tokens that are cached.
+        """
+        ready: list[tuple[Sequence, int]] = []
         for sequence in list(self._waiting.retracted):
             if sequence.num_sampled >= sequence.max_output:
                 continue  # its last token is on its way
             if len(sequence.output_ids) < sequence.num_sampled:
                 return ready  # a token away from being ready: nobody takes its pages meanwhile
-            if self._cached(sequence, draft) is not None:
-                ready.append(sequence)
-        ranked: list[tuple[bool, int, Sequence]] = []
-        for sequence in self._waiting.window():
-            cached = self._cached(sequence, draft)
-            if cached is not None:
-                ranked.append((not is_entitled(sequence), -cached, sequence))
-        ranked.sort(key=lambda entry: entry[:2])
-        return ready + [sequence for _, _, sequence in ranked]
+            ready += self._unless_parked(sequence, draft)
+        ranked = [
+            entry
+            for sequence in self._waiting.window()
+            for entry in self._unless_parked(sequence, draft)
+        ]
+        ranked.sort(key=lambda entry: (not is_entitled(entry[0]), -entry[1]))
+        return ready + ranked
 
-    def _cached(self, sequence: Sequence, draft: Draft) -> int | None:
-        """Count the tokens of a waiting sequence that are cached; None: it waits for features."""
+    def _unless_parked(self, sequence: Sequence, draft: Draft) -> list[tuple[Sequence, int]]:
+        """A waiting sequence and its cached tokens; nothing if it has to wait for features."""
         cached = self._num_usable(sequence)
         if ask_for_features(sequence, cached, self._arena, draft):
             self._waiting.park(sequence)
-            return None
-        return cached
+            return []
+        return [(sequence, cached)]
 
     def _num_usable(self, sequence: Sequence) -> int:
-        """Tokens that can be read from the prefix cache: whole pages, never the last token."""
-        num_tokens = self._cache.num_matching(sequence.prefix_key(sequence.num_known - 1))
-        page_size = self.config.page_size
-        while (cut := self._cut(sequence, num_tokens) // page_size * page_size) < num_tokens:
-            num_tokens = cut
-        return num_tokens
+        return num_usable(sequence, self._cache, whole_items=self.config.whole_items)
 
-    def _admit(self, sequence: Sequence, reserve: int, draft: Draft) -> Shortage:
+    def _admit(self, sequence: Sequence, cached: int, reserve: int, draft: Draft) -> Shortage:
         """Start a waiting sequence with a first chunk, or say what it lacks."""
-        cached = self._num_usable(sequence)
         if self._waits_for_prefill(sequence, cached, draft):
             sequence.deferrals += 1
             return Shortage.PREFILL
         match = self._cache.match(sequence.prefix_key(cached))
+        if match.num_tokens < cached:  # evicted for one admitted in this very plan
+            cached = self._num_usable(sequence)
+            match = self._cache.match(sequence.prefix_key(cached))
         self._cache.lock(match.node)
         num_pages = sequence.num_known // self.config.page_size + 1  # for one output token more
         shortage = Shortage.PAGES
@@ -357,17 +355,9 @@ class Scheduler:
         """Tell whether most of what a sequence would compute is being computed by another."""
         if not self._cache.enabled or sequence.deferrals >= MAX_DEFERRALS:
             return False
-        key = sequence.prefix_key(sequence.num_known - 1)
-        wanted = max(self.config.page_size, (sequence.num_known - cached) // 2)
         extending = [s for s in self._running if s.num_computed < s.extend_stop]
         extending += [chunk.sequence for chunk in draft.extends if chunk.samples]
-        for other in extending:
-            if other.extend_stop - cached < wanted or other.missing:
-                continue
-            shared = num_shared(key, other.prefix_key(other.extend_stop))
-            if shared // self.config.page_size * self.config.page_size - cached >= wanted:
-                return True
-        return False
+        return is_being_computed(sequence, cached, extending, self.config.page_size)
 
     def _count(self, plan: Plan, draft: Draft) -> None:
         self.counters.plans += 1

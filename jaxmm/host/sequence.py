@@ -115,7 +115,7 @@ class Sequence:
     node: Node | None = None
     """End of the cached path whose pages it shares; locked while it is set."""
     missing: set[int] = field(default_factory=set)
-    """Items whose features have been asked for."""
+    """Items whose features have been asked for; one set for all completions of a request."""
 
     order: int = -1
     """Place in the order of arrival."""

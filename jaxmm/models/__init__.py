@@ -1,6 +1,6 @@
 """Model families: one folder each, found by a checkpoint's `model_type`. Host only.
 
-A family has the modules `config` (`read_config`), `params` (`PARAMETERS`, which tensors fill which
+A family has the modules `config` (`read_config`), `params` (`parameters`, which tensors fill which
 parameters) and `vision` (`VisionEncoder`); this file imports none of them until they are asked for.
 """
 

@@ -4,7 +4,7 @@ Flash attention (arXiv:2205.14135): loops with traced bounds run over sequences,
 key blocks; nothing of size T x T or T x max_len is made.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -13,9 +13,17 @@ from jaxtyping import Float, Int32
 if TYPE_CHECKING:
     from kernels_pallas.ragged_paged_attention.api import Ragged
 
-_DECODE_KEYS = 64  # a page's worth of keys a turn stays in the first-level cache
-_EXTEND_KEYS = 256
-_EXTEND_QUERIES = 128
+
+class _Tile(NamedTuple):
+    """Queries and keys of one turn."""
+
+    queries: int
+    keys: int
+
+
+_DECODE = _Tile(1, 64)  # a small page's worth of keys stays in the first-level cache
+_TAIL = _Tile(64, 256)  # short chunks, and what whole tiles leave over
+_WHOLE = _Tile(256, 512)  # a million scores: enough for XLA's CPU backend to use all threads
 _NEVER = -1e30  # finite, so that a block without a visible key leaves no NaN behind
 
 
@@ -26,47 +34,50 @@ def paged_attention_portable(
     num_tokens, num_heads, channels = q_THC.shape
     num_kv = pages_PJSC.shape[1] // 2
     q_TKGC = q_THC.reshape(num_tokens, num_kv, num_heads // num_kv, channels)
-    block = min(_EXTEND_QUERIES, num_tokens)
-    padded_TKGC = jnp.pad(q_TKGC, ((0, block), (0, 0), (0, 0), (0, 0)))
-    out_TKGC = jnp.zeros_like(padded_TKGC)
-    out_TKGC = lax.fori_loop(
-        0,
-        ragged.num_decodes,
-        lambda b, out: _attend_block(padded_TKGC, pages_PJSC, ragged, b, jnp.int32(0), out, 1),
-        out_TKGC,
-    )
+    tail = min(_TAIL.queries, num_tokens)
+    padded_TKGC = jnp.pad(q_TKGC, ((0, tail), (0, 0), (0, 0), (0, 0)))
 
-    def extend(b: Int32[Array, ""], out: Array) -> Array:
-        # Ascending blocks: what a block writes past its chunk's end, the next chunk overwrites.
-        blocks = (ragged.counts_B[b] + block - 1) // block
-        return lax.fori_loop(
-            0,
-            blocks,
-            lambda i, o: _attend_block(padded_TKGC, pages_PJSC, ragged, b, i, o, block),
-            out,
-        )
+    def attend(b: Array, offset: Array, out: Array, tile: _Tile) -> Array:
+        return _attend_tile(padded_TKGC, pages_PJSC, ragged, b, offset, out, tile)
 
+    def decode(b: Array, out: Array) -> Array:
+        return attend(b, jnp.int32(0), out, _DECODE)
+
+    def extend(b: Array, out: Array) -> Array:
+        # Ascending tiles: what the last one writes past its chunk's end, the next chunk
+        # overwrites.
+        count, done = ragged.counts_B[b], jnp.int32(0)
+        if num_tokens >= _WHOLE.queries:
+            whole = count // _WHOLE.queries
+            done = whole * _WHOLE.queries
+            out = lax.fori_loop(
+                0, whole, lambda i, o: attend(b, i * _WHOLE.queries, o, _WHOLE), out
+            )
+        tiles = (count - done + tail - 1) // tail
+        tile = _Tile(tail, _TAIL.keys)
+        return lax.fori_loop(0, tiles, lambda i, o: attend(b, done + i * tail, o, tile), out)
+
+    out_TKGC = lax.fori_loop(0, ragged.num_decodes, decode, jnp.zeros_like(padded_TKGC))
     out_TKGC = lax.fori_loop(ragged.num_decodes, ragged.num_sequences, extend, out_TKGC)
     return out_TKGC[:num_tokens].reshape(q_THC.shape)
 
 
-def _attend_block(
+def _attend_tile(
     q_TKGC: Float[Array, "T K G C"],
     pages_PJSC: Float[Array, "P J S C"],
     ragged: "Ragged",
     sequence: Int32[Array, ""],
-    block_index: Int32[Array, ""],
+    offset: Int32[Array, ""],
     out_TKGC: Float[Array, "T K G C"],
-    block: int,
+    tile: _Tile,
 ) -> Float[Array, "T K G C"]:
-    """Attend one block of queries of one sequence, and write it into `out_TKGC`."""
+    """Attend some queries of one sequence, from `offset` in its chunk on, into `out_TKGC`."""
     _, num_kv, group, channels = q_TKGC.shape
     page_size = pages_PJSC.shape[2]
-    wanted_keys = _DECODE_KEYS if block == 1 else _EXTEND_KEYS
-    block_pages = max(1, min(wanted_keys // page_size, ragged.tables_BQ.shape[1]))
+    block = tile.queries
+    block_pages = max(1, min(tile.keys // page_size, ragged.tables_BQ.shape[1]))
     block_keys = block_pages * page_size
 
-    offset = block_index * block
     token = ragged.starts_B[sequence] + offset
     length = ragged.lengths_B[sequence]
     first_position = length - ragged.counts_B[sequence] + offset

@@ -26,8 +26,8 @@ def segment_attention(
         q_NHC: Queries, not scaled.
         k_NHC: Keys.
         v_NHC: Values.
-        segment_N: Segment of each patch, -1 for padding. Padding may stand anywhere; the others
-            never fall from one patch to the next.
+        segment_N: Segment of each patch, 0 to N - 1, or -1 for padding. Padding may stand
+            anywhere; the others never fall from one patch to the next.
         implementation: portable: blocks that follow the segments; reference: an N x N array.
 
     Returns:

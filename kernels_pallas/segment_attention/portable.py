@@ -1,14 +1,13 @@
 """Segment and window attention in plain jax.numpy, for CPU and GPU. Traced.
 
-Online softmax (arXiv:2205.14135) over blocks: for each block of queries a loop runs over the key
-blocks from the first to the last that holds a patch of the same segments, so the cost follows the
-images and nothing of size N x N exists. Scores and sums are float32.
+Online softmax (arXiv:2205.14135) over blocks: the queries of each segment are taken a block at a
+time, and for each block a loop runs over the keys of that segment, so the cost follows the images
+and nothing of size N x N exists. Scores and sums are float32.
 
-          keys ->   . . . . . . . .        image 0 | image 1 | padding
-    queries 0 0     # # . . . . . .        one loop runs over the #
-            0 1     # # # # # # . .        a block of two images covers both, masked inside
-            1 1     . . # # # # . .
-            - -     . . . . . . . .        padding: no key block at all, zeros
+    lane      0 0 0 0 0 0 1 1 1 - - -      segments, - is padding
+    queries   [     ] [     ]              a block starts where a segment does; what it holds of
+                          [     ]          the next one is overwritten by that one's block
+    keys      [     ] [     ]              the same for keys, but masked
 """
 
 import jax
@@ -16,12 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-_BLOCK = 256
-"""Queries, and keys, of one step: scores of 256 KB a head stay in cache, matmuls run near peak."""
-_SMALL_LANE = 1024
-"""Up to this many patches blocks are half as large: images are small, and edges cost more."""
-_UNUSED = (1 << 31) - 1
-"""Above every segment."""
+_QUERIES = 256
+"""Queries of one loop, and keys of one step where the lane is small or the heads are many."""
+_TILE = 1 << 20
+"""Scores of one step, all heads: below a million XLA's CPU backend leaves the softmax to one
+thread; far above, they leave the cache."""
 _MASKED = -1e30
 """Score of a key that the query does not see; finite, so that no infinity meets another."""
 
@@ -39,59 +37,68 @@ def segment_attention(
         q_NHC: Queries, not scaled.
         k_NHC: Keys.
         v_NHC: Values.
-        segment_N: -1 for padding; the others never fall.
+        segment_N: From 0 to N - 1, never falling; -1 for padding.
         block: Queries of one loop and keys of one step of it; None chooses.
     """
-    num, _, channels = q_NHC.shape
-    block = block or (_BLOCK if num > _SMALL_LANE else _BLOCK // 2)
-    pad = -num % block
-    segment_N = jnp.pad(segment_N, (0, pad), constant_values=-1)
+    num, heads, _ = q_NHC.shape
+    key_block = block or min(max(_QUERIES, _TILE // (heads * _QUERIES)), max(num // 2, 1))
+    block = block or min(_QUERIES, num)
+    # the last block may begin at the last patch; slices must not be clamped
     q_HNC, k_HNC, v_HNC = (
-        jnp.pad(jnp.moveaxis(x_NHC, 1, 0), ((0, 0), (0, pad), (0, 0)))
-        for x_NHC in (q_NHC * channels**-0.5, k_NHC, v_NHC)
+        jnp.pad(jnp.moveaxis(x_NHC, 1, 0), ((0, 0), (0, max(block, key_block)), (0, 0)))
+        for x_NHC in (q_NHC, k_NHC, v_NHC)
     )
-    first_J, stop_J = _key_blocks(segment_N.reshape(-1, block))
+    real_N = jnp.pad(segment_N >= 0, (0, key_block))
+    first_N, stop_N, next_N = _segment_bounds(segment_N)
 
-    def attend_block(j: Array, out_HNC: Array) -> Array:
-        q_HBC = lax.dynamic_slice_in_dim(q_HNC, j * block, block, 1)
-        segment_B = lax.dynamic_slice_in_dim(segment_N, j * block, block)
-        key_blocks = (first_J[j], stop_J[j])
-        out_HBC = _attend(q_HBC, segment_B, k_HNC, v_HNC, segment_N, key_blocks)
-        return lax.dynamic_update_slice_in_dim(out_HNC, out_HBC, j * block, 1)
+    def attend_block(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        start, out_HNC = state
+        keys = (first_N[start], stop_N[start])
+        q_HBC = lax.dynamic_slice_in_dim(q_HNC, start, block, 1)
+        out_HBC = _attend(q_HBC, k_HNC, v_HNC, real_N, keys, key_block)
+        out_HNC = lax.dynamic_update_slice_in_dim(out_HNC, out_HBC, start, 1)
+        return next_N[jnp.minimum(start + block, stop_N[start])], out_HNC
 
-    out_HNC = lax.fori_loop(0, len(first_J), attend_block, jnp.zeros_like(q_HNC))
-    return jnp.moveaxis(out_HNC[:, :num], 0, 1)
+    state = (next_N[0], jnp.zeros_like(q_HNC))
+    _, out_HNC = lax.while_loop(lambda state: state[0] < num, attend_block, state)
+    return jnp.where(segment_N[:, None, None] < 0, 0, jnp.moveaxis(out_HNC[:, :num], 0, 1))
 
 
-def _key_blocks(segment_JB: Array) -> tuple[Array, Array]:
-    """For each query block the half-open range of key blocks that hold one of its segments."""
-    # a block of padding gets an empty range of segments, from _UNUSED to -1
-    low_J = jnp.where(segment_JB < 0, _UNUSED, segment_JB).min(axis=1)
-    high_J = segment_JB.max(axis=1)
-    shared_JJ = (low_J <= high_J[:, None]) & (high_J >= low_J[:, None])
-    first_J = jnp.argmax(shared_JJ, axis=1)
-    stop_J = len(low_J) - jnp.argmax(shared_JJ[:, ::-1], axis=1)
-    return first_J, jnp.where(shared_JJ.any(axis=1), stop_J, first_J)
+def _segment_bounds(segment_N: Array) -> tuple[Array, Array, Array]:
+    """For each patch: where its segment begins and ends, and the next patch that is no padding.
+
+    The last array counts the patch itself, and has one entry more, for the end of the lane.
+    """
+    num = len(segment_N)
+    index_N = jnp.arange(num, dtype=jnp.int32)
+    place_N = jnp.where(segment_N < 0, num, segment_N)  # padding is dropped
+    first_I = jnp.full(num, num, jnp.int32).at[place_N].min(index_N, mode="drop")
+    stop_I = jnp.zeros(num, jnp.int32).at[place_N].max(index_N + 1, mode="drop")
+    next_N = lax.cummin(jnp.where(segment_N < 0, num, index_N), reverse=True)
+    return first_I[segment_N], stop_I[segment_N], jnp.append(next_N, num)
 
 
 def _attend(
     q_HBC: Array,
-    segment_B: Array,
     k_HNC: Array,
     v_HNC: Array,
-    segment_N: Array,
-    key_blocks: tuple[Array, Array],
+    real_N: Array,
+    keys: tuple[Array, Array],
+    block: int,
 ) -> Array:
-    """One block of scaled queries against a range of key blocks; the letter J is their keys."""
-    block = len(segment_B)
+    """One block of queries against a range of keys, `block` of them (J) at a time."""
+    scale = q_HBC.shape[2] ** -0.5
+    first, stop = keys
 
     def add_block(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top_HB, sum_HB, out_HBC = state
-        k_HJC = lax.dynamic_slice_in_dim(k_HNC, j * block, block, 1)
-        v_HJC = lax.dynamic_slice_in_dim(v_HNC, j * block, block, 1)
-        segment_J = lax.dynamic_slice_in_dim(segment_N, j * block, block)
+        start = first + j * block
+        k_HJC = lax.dynamic_slice_in_dim(k_HNC, start, block, 1)
+        v_HJC = lax.dynamic_slice_in_dim(v_HNC, start, block, 1)
+        seen_J = lax.dynamic_slice_in_dim(real_N, start, block)
+        seen_J &= start + jnp.arange(block) < stop
         score_HBJ = jnp.einsum("hbc,hjc->hbj", q_HBC, k_HJC, preferred_element_type=jnp.float32)
-        score_HBJ = jnp.where(segment_B[:, None] == segment_J, score_HBJ, _MASKED)
+        score_HBJ = jnp.where(seen_J, score_HBJ * scale, _MASKED)
         new_top_HB = jnp.maximum(top_HB, score_HBJ.max(axis=-1))
         weight_HBJ = jnp.exp(score_HBJ - new_top_HB[..., None])
         decay_HB = jnp.exp(top_HB - new_top_HB)
@@ -105,9 +112,9 @@ def _attend(
 
     top_HB = jnp.full(q_HBC.shape[:2], _MASKED, jnp.float32)
     state = (top_HB, jnp.zeros_like(top_HB), jnp.zeros(q_HBC.shape, jnp.float32))
-    _, sum_HB, out_HBC = lax.fori_loop(*key_blocks, add_block, state)
-    out_HBC = out_HBC / jnp.maximum(sum_HB, 1e-30)[..., None]  # a block of padding has no sum
-    return jnp.where(segment_B[:, None] < 0, 0.0, out_HBC).astype(v_HNC.dtype)
+    num_blocks = (stop - first + block - 1) // block
+    _, sum_HB, out_HBC = lax.fori_loop(0, num_blocks, add_block, state)
+    return (out_HBC / sum_HB[..., None]).astype(v_HNC.dtype)  # the first key is always seen
 
 
 def window_attention(

@@ -102,7 +102,10 @@ def test_bfloat16_in_gives_bfloat16_out_with_float32_sums() -> None:
 def test_lane_that_is_no_multiple_of_the_block_is_refused_for_windows() -> None:
     with pytest.raises(ValueError, match="64 patches is no multiple of block=48"):
         window_attention(
-            *random_qkv(), np.zeros(NUM, np.int32), implementation="portable", block=48
+            *map(jnp.asarray, random_qkv()),
+            jnp.zeros(NUM, jnp.int32),
+            implementation="portable",
+            block=48,
         )
 
 

@@ -8,15 +8,16 @@ reordered here.
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
 from jaxmm.device.linear import linear
 from jaxmm.device.norms import rms_norm
+from jaxmm.device.rope import Rope
 from jaxmm.models.config import VisionConfig
 from jaxmm.models.qwen2_vl.vision import (
     NORM_EPS,
     Attend,
-    Rope,
     attention,
     embed_patches,
     merge,
@@ -38,7 +39,7 @@ class VisionEncoder(nnx.Module):
         config: VisionConfig,
         *,
         implementation: Implementation = "portable",
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
     ):
         self.config = config
         self.implementation = implementation
@@ -65,7 +66,7 @@ class VisionEncoder(nnx.Module):
             N // 4 rows in lane order, finite for padding.
         """
         x_NE = embed_patches(patches_NU, self.patch_EU[...], self.config)
-        rope = rope_angles(coords_N2, self.config.head_channels)
+        rope = Rope.of(rope_angles(coords_N2, self.config.head_channels))
 
         def attend_image(q_NHC: Array, k_NHC: Array, v_NHC: Array) -> Array:
             return segment_attention(
@@ -92,7 +93,7 @@ class VisionEncoder(nnx.Module):
 class _Layer(nnx.Module):
     """Pre-norm transformer layer."""
 
-    def __init__(self, config: VisionConfig, dtype: jnp.dtype):
+    def __init__(self, config: VisionConfig, dtype: DTypeLike):
         width, mlp_width = config.width, config.mlp_width
         self.num_heads = config.num_heads
         self.attn_norm_E = zeros(dtype, width)
@@ -122,7 +123,7 @@ class _Layer(nnx.Module):
 class _Merger(nnx.Module):
     """Four neighbouring patches to one row."""
 
-    def __init__(self, config: VisionConfig, dtype: jnp.dtype):
+    def __init__(self, config: VisionConfig, dtype: DTypeLike):
         self.norm_E = zeros(dtype, config.width)
         merged = config.width * config.merged_patches
         self.hidden_XX = zeros(dtype, merged, merged)

@@ -37,7 +37,7 @@ def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
         depth=integer(raw, "depth", 32),
         width=width,
         num_heads=integer(raw, "num_heads", 16),
-        mlp_width=int(width * number(raw, "mlp_ratio", 4)),
+        mlp_width=int(width * number(raw, "mlp_ratio", 4.0)),
         patch_size=integer(raw, "patch_size", 14),
         temporal_patch_size=2,
         merge_size=2,

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int32
 from jaxmm.device.kv import PagedAttention
 from jaxmm.device.linear import linear
 from jaxmm.device.norms import rms_norm
+from jaxmm.device.rope import Rope, rotate
 from jaxmm.models.config import TextConfig
 
 
@@ -31,7 +32,7 @@ class TextLayer(nnx.Module):
     def __call__(
         self,
         hidden_TD: Float[Array, "T D"],
-        rope_TC: Float[Array, "2 T C"],
+        rope: Rope,
         pages_PJSC: Float[Array, "P J S C"],
         attention: PagedAttention,
     ) -> tuple[Float[Array, "T D"], Float[Array, "P J S C"]]:
@@ -42,9 +43,11 @@ class TextLayer(nnx.Module):
             qkv_TO = linear(x_TD, self.qkv_OD[...], self.qkv_O[...])
             qkv_THC = qkv_TO.reshape(x_TD.shape[0], -1, config.head_channels)
             h, k = config.num_heads, config.num_kv_heads
-            qk_THC = rotate(qkv_THC[:, : h + k], rope_TC)
-            kv_TJC = jnp.concatenate([qk_THC[:, h:], qkv_THC[:, h + k :]], axis=1)
-            attended_THC, pages_PJSC = attention(qk_THC[:, :h], kv_TJC, pages_PJSC)
+            q_THC = rotate(qkv_THC[:, :h], rope)
+            kv_TJC = qkv_THC[:, h:]
+            is_key_J1 = jnp.arange(2 * k)[:, None] < k
+            kv_TJC = jnp.where(is_key_J1, rotate(kv_TJC, rope), kv_TJC)
+            attended_THC, pages_PJSC = attention(q_THC, kv_TJC, pages_PJSC)
             hidden_TD += linear(attended_THC.reshape(x_TD.shape[0], -1), self.out_DO[...])
         with jax.named_scope("mlp"):
             x_TD = rms_norm(hidden_TD, self.mlp_norm_D[...], config.rms_eps)
@@ -87,10 +90,10 @@ class TextDecoder(nnx.Module):
             The normalised output, and the pages.
         """
         config = self.config
-        rope_TC = rope_tables(positions_AT, config)
+        rope = Rope.of(mrope_angles(positions_AT, config))
         written = []
         for layer, pages_PJSC in zip(self.layers, kv_pages, strict=True):
-            hidden_TD, pages_PJSC = layer(hidden_TD, rope_TC, pages_PJSC, attention)
+            hidden_TD, pages_PJSC = layer(hidden_TD, rope, pages_PJSC, attention)
             written.append(pages_PJSC)
         return rms_norm(hidden_TD, self.norm_D[...], config.rms_eps), tuple(written)
 
@@ -100,26 +103,14 @@ class TextDecoder(nnx.Module):
         return linear(hidden_BD, head_VD[...]).astype(jnp.float32)
 
 
-def rope_tables(positions_AT: Int32[Array, "3 T"], config: TextConfig) -> Float[Array, "2 T C"]:
-    """Cosines and sines of M-RoPE, float32.
+def mrope_angles(positions_AT: Int32[Array, "3 T"], config: TextConfig) -> Float[Array, "T X"]:
+    """Angles of M-RoPE, float32, X = C/2.
 
     The first `mrope_section[0]` frequencies turn with time, the next with height, the last with
-    width; both halves of a head alike.
+    width.
     """
     half = config.head_channels // 2
-    exponent_C = jnp.arange(half, dtype=jnp.float32) / half
-    frequency_C = config.rope_theta**-exponent_C
-    axis_C = jnp.repeat(jnp.arange(3), jnp.asarray(config.mrope_section), total_repeat_length=half)
-    position_CT = positions_AT.astype(jnp.float32)[axis_C]
-    angle_TC = position_CT.T * frequency_C
-    return jnp.stack([jnp.cos(angle_TC), jnp.sin(angle_TC)])
-
-
-def rotate(x_THC: Float[Array, "T H C"], rope_TC: Float[Array, "2 T C"]) -> Float[Array, "T H C"]:
-    """Rotate the halves of every head (arXiv:2104.09864, in the half-split form of GPT-NeoX)."""
-    cos_T1C, sin_T1C = rope_TC[:, :, None]
-    low_THC, high_THC = jnp.split(x_THC.astype(jnp.float32), 2, axis=-1)
-    turned_THC = jnp.concatenate(
-        [low_THC * cos_T1C - high_THC * sin_T1C, high_THC * cos_T1C + low_THC * sin_T1C], axis=-1
-    )
-    return turned_THC.astype(x_THC.dtype)
+    exponent_X = jnp.arange(half, dtype=jnp.float32) / half
+    axis_X = jnp.repeat(jnp.arange(3), jnp.asarray(config.mrope_section), total_repeat_length=half)
+    position_TX = positions_AT.astype(jnp.float32)[axis_X].T
+    return position_TX * config.rope_theta**-exponent_X

@@ -10,18 +10,18 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
 from jaxmm.device.linear import linear
 from jaxmm.device.norms import layer_norm
+from jaxmm.device.rope import Rope, rotate
 from jaxmm.models.config import VisionConfig
 from kernels_pallas.segment_attention.api import Implementation, segment_attention
 
 NORM_EPS = 1e-6
 ROPE_THETA = 10000.0
 
-Rope = tuple[Float[Array, "N C"], Float[Array, "N C"]]
-"""Cosine and sine of each patch's angles, float32."""
 Attend = Callable[[Array, Array, Array], Array]
 """q, k, v of shape [N, H, C] to the attended values."""
 
@@ -34,7 +34,7 @@ class VisionEncoder(nnx.Module):
         config: VisionConfig,
         *,
         implementation: Implementation = "portable",
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
     ):
         self.config = config
         self.implementation = implementation
@@ -61,7 +61,7 @@ class VisionEncoder(nnx.Module):
             N // 4 rows in lane order, finite for padding.
         """
         x_NE = embed_patches(patches_NU, self.patch_EU[...], self.config)
-        rope = rope_angles(coords_N2, self.config.head_channels)
+        rope = Rope.of(rope_angles(coords_N2, self.config.head_channels))
 
         def attend(q_NHC: Array, k_NHC: Array, v_NHC: Array) -> Array:
             return segment_attention(
@@ -77,7 +77,7 @@ class VisionEncoder(nnx.Module):
 class _Layer(nnx.Module):
     """Pre-norm transformer layer."""
 
-    def __init__(self, config: VisionConfig, dtype: jnp.dtype):
+    def __init__(self, config: VisionConfig, dtype: DTypeLike):
         width, mlp_width = config.width, config.mlp_width
         self.num_heads = config.num_heads
         self.attn_norm_E = zeros(dtype, width)
@@ -108,7 +108,7 @@ class _Layer(nnx.Module):
 class _Merger(nnx.Module):
     """Four neighbouring patches to one row."""
 
-    def __init__(self, config: VisionConfig, dtype: jnp.dtype):
+    def __init__(self, config: VisionConfig, dtype: DTypeLike):
         self.norm_E = zeros(dtype, config.width)
         self.norm_bias_E = zeros(dtype, config.width)
         merged = config.width * config.merged_patches
@@ -124,13 +124,13 @@ class _Merger(nnx.Module):
         )
 
 
-def zeros(dtype: jnp.dtype, *shape: int) -> nnx.Param[Array]:
+def zeros(dtype: DTypeLike, *shape: int) -> nnx.Param[Array]:
     """A parameter yet to be loaded; under `nnx.eval_shape` it takes no memory."""
     return nnx.Param(jnp.zeros(shape, dtype))
 
 
 def embed_patches(
-    patches_NU: UInt8[Array, "N U"], patch_EU: Float[Array, "E U2"], config: VisionConfig
+    patches_NU: UInt8[Array, "N U"], patch_EU: Float[Array, "E 2*U"], config: VisionConfig
 ) -> Float[Array, "N E"]:
     """Normalise pixels and project them.
 
@@ -147,22 +147,11 @@ def embed_patches(
     return linear(pixels_NU.astype(dtype), frame_EU)
 
 
-def rope_angles(coords_N2: Int32[Array, "N 2"], channels: int) -> Rope:
-    """Angles of rows in the first half of the frequencies, of columns in the second."""
+def rope_angles(coords_N2: Int32[Array, "N 2"], channels: int) -> Float[Array, "N X"]:
+    """Angles, X = C/2: of rows in the first half of the frequencies, of columns in the second."""
     exponent = jnp.arange(0, channels // 2, 2, dtype=jnp.float32) / (channels // 2)
-    frequency = ROPE_THETA**-exponent
-    angle_N2 = coords_N2.astype(jnp.float32)[:, :, None] * frequency
-    angle_NC = jnp.tile(angle_N2.reshape(len(coords_N2), -1), (1, 2))
-    return jnp.cos(angle_NC), jnp.sin(angle_NC)
-
-
-def rotate(x_NHC: Float[Array, "N H C"], rope: Rope) -> Float[Array, "N H C"]:
-    """Rotary embedding (arXiv:2104.09864) of pairs half a head apart, in float32."""
-    cos_N1C, sin_N1C = (angle_NC[:, None] for angle_NC in rope)
-    wide_NHC = x_NHC.astype(jnp.float32)
-    low_NHC, high_NHC = jnp.split(wide_NHC, 2, axis=-1)
-    turned_NHC = jnp.concatenate([-high_NHC, low_NHC], axis=-1)
-    return (wide_NHC * cos_N1C + turned_NHC * sin_N1C).astype(x_NHC.dtype)
+    angle_N2X = coords_N2.astype(jnp.float32)[:, :, None] * ROPE_THETA**-exponent
+    return angle_N2X.reshape(len(coords_N2), -1)
 
 
 def attention(

@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -182,6 +182,16 @@ def test_nobody_is_overtaken_for_ever():
     assert FAIRNESS_WINDOW > MAX_OVERTAKEN
 
 
+def test_cached_prompt_tokens_are_counted_once():
+    loop, *_ = build()
+    for name in ("a", "b"):
+        loop.scheduler.add(sequence_of([1] * 10, name=name, max_tokens=1))
+        loop.drain(5)
+    counters = loop.scheduler.counters
+    assert (counters.prompt_tokens, counters.cached_tokens) == (20, 8)
+    assert (counters.extend_tokens, counters.decode_tokens, counters.finished) == (12, 0, 2)
+
+
 # Items
 
 
@@ -330,6 +340,18 @@ def test_pages_kept_for_running_sequences_hold_back_new_ones():
     for name in ("a", "b"):
         loop.scheduler.add(sequence_of([ord(name)] * 4, name=name, max_tokens=16))
     assert spans(loop.step()) == [("a", (0, 4))]
+
+
+def test_the_newest_is_retracted_when_leases_hold_the_rows():
+    loop, *_ = build(num_rows=18)
+    loop.scheduler.add(sequence_of(Picture("b", 10), name="seed", max_tokens=1))
+    loop.drain(5)
+    loop.scheduler.add(sequence_of([1] * 3, Picture("a", 8), Picture("c", 10), name="old"))
+    loop.scheduler.add(sequence_of([2], Picture("b", 10), name="new"))
+    assert spans(loop.step()) == [("old", (0, 11)), ("new", (0, 5))]
+    assert spans(loop.step()) == [("old", (11, 21))]
+    assert loop.scheduler.counters.retracts == 1
+    loop.drain(20)
 
 
 def long_winded():
@@ -528,10 +550,10 @@ class NoPrefixCacheMachine(SchedulerMachine):
     changes: ClassVar = {"prefix_cache": False, "reserve_tokens": 8}
 
 
-MACHINE = settings(phases=[Phase.generate], max_examples=200, stateful_step_count=40, deadline=None)
-TestSchedulerMachine = SchedulerMachine.TestCase
+MACHINE = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)
 TestSchedulerMachine.settings = MACHINE
-TestWholeItemsMachine = WholeItemsMachine.TestCase
+TestWholeItemsMachine = pytest.mark.slow(WholeItemsMachine.TestCase)
 TestWholeItemsMachine.settings = MACHINE
-TestNoPrefixCacheMachine = NoPrefixCacheMachine.TestCase
+TestNoPrefixCacheMachine = pytest.mark.slow(NoPrefixCacheMachine.TestCase)
 TestNoPrefixCacheMachine.settings = MACHINE
