@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 Executable = Callable[..., Any]
 Lower = Callable[[], jax.stages.Lowered]
 
+_DIGEST_BYTES = 32
 _TRACED = ("jaxmm/device", "jaxmm/models", "jaxmm/host/batch.py", "kernels_pallas")
 
 
@@ -103,17 +104,25 @@ def _store(path: Path, compiled: jax.stages.Compiled) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
+        blob = pickle.dumps(serialize_executable.serialize(compiled))
+        temporary.write_bytes(hashlib.sha256(blob).digest() + blob)
         temporary.replace(path)
     except (OSError, ValueError, NotImplementedError) as e:
         logger.warning("compile cache not written path=%s error=%s", path, e)
 
 
 def _restore(path: Path) -> Executable | None:
-    """Read an executable back; None when there is none or it cannot be used."""
+    """Read an executable back; None when there is none or it cannot be used.
+
+    Damage is found before anything is loaded: it could be in the machine code.
+    """
     try:
-        blob = path.read_bytes()
+        entry = path.read_bytes()
     except OSError:
+        return None
+    digest, blob = entry[:_DIGEST_BYTES], entry[_DIGEST_BYTES:]
+    if hashlib.sha256(blob).digest() != digest:
+        logger.warning("compile cache entry damaged path=%s", path)
         return None
     try:
         executable: Executable = serialize_executable.deserialize_and_load(*pickle.loads(blob))
