@@ -110,6 +110,7 @@ class Parts:
     def close(self) -> None:
         """Free what does not go with the process."""
         self.decoder.close()
+        self.runner.close()
         self.ledger.close()
 
 

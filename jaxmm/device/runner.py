@@ -88,6 +88,14 @@ class Runner:
             lowers["encode", rung] = partial(self._lower_encode, rung)
         self._executables.warm_up(lowers, progress=progress)
 
+    def settle(self) -> None:
+        """Wait for executables that are still being read from the cache."""
+        self._executables.settle()
+
+    def close(self) -> None:
+        """Stop what runs in the background."""
+        self._executables.close()
+
     @property
     def num_executables(self) -> int:
         return len(self._executables)
