@@ -66,7 +66,7 @@ def test_prefix_hit_that_ends_inside_an_image(family: Family, warm: Engine) -> N
     spans = [prompt.prompt_tokens - n for n in (40, 60, 80)]
     for keep in spans:  # evict from the tail, so that the cached part ends earlier each time
         cache = warm._parts.prefix_cache
-        on_loop(warm, lambda k=keep: cache.evict(cache.num_pages - k // page_size))
+        on_loop(warm, lambda c=cache, k=keep: c.evict(c.num_pages - k // page_size))
         result = again(warm)
         assert result.usage.cached_tokens == keep // page_size * page_size
         assert_same(result, cold(family))
