@@ -129,10 +129,10 @@ def build_parts(config: EngineConfig) -> Parts:
     processor = _processor(config, model, directory)
     sizes = _sizes(config, model, processor)
     ledger = CompileLedger(config.on_recompile)
-    with ThreadPoolExecutor(2, thread_name_prefix="jaxmm-load") as pool:
+    with ThreadPoolExecutor(2, thread_name_prefix="jaxmm-load") as threads:
         # the executables need neither weights nor tokenizer: all three at once
-        weights = pool.submit(_load_weights, config, model, directory, dtype)
-        words = pool.submit(_load_tokenizer, model, directory)
+        weights = threads.submit(_load_weights, config, model, directory, dtype)
+        words = threads.submit(_load_tokenizer, model, directory)
         runner = Runner(
             model, sizes, dtype, ledger=ledger, compile_cache_dir=config.compile_cache_dir
         )
@@ -235,15 +235,25 @@ def _sizes(config: EngineConfig, model: ModelConfig, processor: Any) -> Sizes:
     )
 
 
+def default_model() -> Path:
+    """Directory of the small model that jaxmm ships, which is served when none is named."""
+    return Path(__file__).parent / "assets" / "tiny_vlm"
+
+
 def model_directory(config: EngineConfig) -> Path:
     """Directory of the model to serve.
 
     Raises:
         ModelError: There is none at the path given.
     """
+    if not config.model:
+        logger.info("no model named, serving the small one that jaxmm ships")
+        return default_model()
     directory = Path(config.model).expanduser()
-    if not (config.model and directory.is_dir()):
-        raise ModelError(f"model {config.model!r} is not a directory with a checkpoint")
+    if not directory.is_dir():
+        raise ModelError(
+            f"model {config.model!r} is not a directory; give the path of a Hugging Face checkpoint"
+        )
     return directory
 
 

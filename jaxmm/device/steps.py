@@ -29,7 +29,7 @@ from kernels_pallas.scatter_rows import scatter_rows
 Params = Mapping[str, Any]
 KVPages = tuple[Float[Array, "P J S C"], ...]
 
-SAMPLE_GROUP = 16  # rows whose logits are made together; the head is read once for each group
+MAX_SAMPLE_GROUP = 16
 
 
 class Lane(NamedTuple):
@@ -121,6 +121,14 @@ def _unpack(layout: StepLayout, buffer: Int32[Array, " X"]) -> dict[str, Array]:
     return fields
 
 
+def _sample_group(num_tokens: int) -> int:
+    """Rows whose logits are made together; the head is read once for each group."""
+    if num_tokens <= MAX_SAMPLE_GROUP:
+        return num_tokens
+    # Small steps are all decodes, large ones mostly prompt: few rows, often one.
+    return MAX_SAMPLE_GROUP if num_tokens <= 2 * MAX_SAMPLE_GROUP else MAX_SAMPLE_GROUP // 2
+
+
 def _sample(
     logits: Callable[[Array], Array],
     hidden_TD: Float[Array, "T D"],
@@ -129,7 +137,7 @@ def _sample(
 ) -> Sampled:
     """Sample the rows that the host asked for, a group at a time: cost follows their number."""
     num_tokens, num_rows = hidden_TD.shape[0], step["sample_token_B"].shape[0]
-    group = min(SAMPLE_GROUP, num_tokens)
+    group = _sample_group(num_tokens)
     names = SampleParams._fields
     columns = SampleParams(
         step["sample_slot_B"],
