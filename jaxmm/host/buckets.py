@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from jaxmm.errors import ConfigError, MediaTooLarge
 
 _TOKEN_STEP = 64  # distance of token rungs from 128 up, on machines where padding is dear
+_MIDDLE = 96  # a rung between 64 and 128
 _PATCH_ALIGN = 64  # a window of 8 x 8 patches
 _LARGE_LANE = 1024  # patches from which an eighth of padding would be felt
 
@@ -35,10 +36,11 @@ def token_rungs(low: int, high: int, *, dense: bool) -> tuple[int, ...]:
         rungs.append(rung)
         rung *= 2
     if dense and rung >= 2 * _TOKEN_STEP:
-        top = max(rung, round_up(high, _TOKEN_STEP))
-        if low < 96:
-            rungs.append(96)
-        rungs.extend(range(rung, top + 1, _TOKEN_STEP))
+        if low <= _MIDDLE:
+            rungs.append(_MIDDLE)
+        if high > _MIDDLE:
+            top = max(rung, round_up(high, _TOKEN_STEP))
+            rungs.extend(range(rung, top + 1, _TOKEN_STEP))
     else:
         rungs.append(rung)
     return tuple(sorted(set(rungs)))
