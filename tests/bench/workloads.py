@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-WORDS = (
-    "bright corner figure follow garden harbour image kernel ladder market middle narrow orange "
-    "paper picture quiet river server shadow signal silver simple square station stone street "
-    "summer table token tower train under valley village visible wall water window winter yellow"
-).split()
+WORDS = """
+    bright corner figure follow garden harbour image kernel ladder market middle narrow orange
+    paper picture quiet river server shadow signal silver simple square station stone street
+    summer table token tower train under valley village visible wall water window winter yellow
+""".split()  # noqa: SIM905
 QUESTIONS = (
     "What is in the picture?",
     "Which colour covers most of it?",
@@ -34,8 +34,9 @@ ANSWERS = (
     "The lower edge is dark on the left and bright on the right.",
 )
 _MIXED_SIZES = (
-    (448, 448), (224, 224), (640, 480), (1024, 1024), (336, 336), (800, 600), (448, 672), (512, 512),
-    (224, 448), (768, 768), (448, 448), (640, 480), (1024, 768), (280, 280), (336, 672), (512, 384),
+    (448, 448), (224, 224), (640, 480), (1024, 1024), (336, 336), (800, 600), (448, 672),
+    (512, 512), (224, 448), (768, 768), (448, 448), (640, 480), (1024, 768), (280, 280),
+    (336, 672), (512, 384),
 )  # fmt: skip
 _ALONE_TOKENS, _TOGETHER_TOKENS = 64, 32
 
