@@ -71,8 +71,7 @@ class Engine:
         self._primed: dict[Sequence, int] = {}
         self._pending: deque[_Pending] = deque()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._aborted: set[str] = set()
-        self._preparing: set[str] = set()
+        self._preparing: dict[str, tuple[Request, OnEvent]] = {}
         self._lock = threading.Lock()
         self._prepare_pool = ThreadPoolExecutor(
             _PREPARE_THREADS, thread_name_prefix="jaxmm-prepare"
@@ -112,14 +111,13 @@ class Engine:
                 )
             if request.id in self._preparing or request.id in self._answers:
                 raise RequestError(f"request id {request.id!r} is in use")
-            self._preparing.add(request.id)
-        self._prepare_pool.submit(self._prepare, request, on_event)
+            self._preparing[request.id] = request, on_event
+            self._prepare_pool.submit(self._prepare, request, on_event)
 
     def abort(self, request_id: str) -> None:
         """End a request at once; an unknown id is no error. Its caller hears nothing more."""
         with self._lock:
-            if request_id in self._preparing:
-                self._aborted.add(request_id)
+            self._preparing.pop(request_id, None)
         self._inbox.put(lambda: self._abort(request_id))
 
     async def astream(self, request: Request) -> AsyncIterator[Delta]:
@@ -132,7 +130,10 @@ class Engine:
         events: asyncio.Queue[Delta | JaxmmError] = asyncio.Queue()
 
         def on_event(event: Delta | JaxmmError) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            try:
+                loop.call_soon_threadsafe(events.put_nowait, event)
+            except RuntimeError:  # the caller's event loop is closed: nobody is left to hear
+                self.abort(request.id)
 
         self.submit(request, on_event)
         num_open = request.sampling.n
@@ -193,23 +194,30 @@ class Engine:
             prompt = self._prompt(request)
             answer = self._answer(request, prompt, on_event)
         except JaxmmError as error:
-            self._leave_preparing(request.id)
-            on_event(error)
+            self._refuse(request, on_event, error)
             return
         except Exception as error:  # a fault here must cost this request alone
             logger.exception("prepare failed request=%s", request.id)
-            self._leave_preparing(request.id)
-            on_event(RequestError(f"the request could not be prepared: {type(error).__name__}"))
+            name = type(error).__name__
+            self._refuse(
+                request, on_event, RequestError(f"the request could not be prepared: {name}")
+            )
             return
         self._inbox.put(lambda: self._add(answer))
 
-    def _leave_preparing(self, request_id: str) -> bool:
-        """Tell whether the request was aborted meanwhile."""
+    def _refuse(self, request: Request, on_event: OnEvent, error: JaxmmError) -> None:
         with self._lock:
-            self._preparing.discard(request_id)
-            aborted = request_id in self._aborted
-            self._aborted.discard(request_id)
-        return aborted
+            wanted = self._leave_preparing(request)
+        if wanted:
+            on_event(error)
+
+    def _leave_preparing(self, request: Request) -> bool:
+        """Under the lock: False if the request was aborted, or ended with the engine, meanwhile."""
+        entry = self._preparing.get(request.id)
+        if entry is None or entry[0] is not request:
+            return False
+        del self._preparing[request.id]
+        return True
 
     def _prompt(self, request: Request) -> Prompt:
         given = [request.messages, request.text, request.token_ids]
@@ -280,7 +288,7 @@ class Engine:
                 )
             except JaxmmError as error:
                 failure = error  # the name `error` ends with this block
-                self._inbox.put(lambda: self._fail(request.id, failure))
+                self._inbox.put(lambda: self._fail(sequence, failure))
                 return
             found = dataclasses.replace(item, features=features)
             self._inbox.put(lambda: self._provide(sequence, index, found))
@@ -340,7 +348,13 @@ class Engine:
             runner.encode(self._lane(jobs))
         self._prime(plan)
         layout = runner.layout(plan.num_tokens)
-        batch = build_batch(plan, layout, self.sizes.page_size, self._parts.eos_ids)
+        batch = build_batch(
+            plan,
+            layout,
+            page_size=self.sizes.page_size,
+            num_ids=self.tokenizer.vocab_size,
+            eos_ids=self._parts.eos_ids,
+        )
         sampled = runner.step(batch)
         rows = sampled_rows(plan)
         logprobs = bool(batch["any_logprobs"])
@@ -409,15 +423,16 @@ class Engine:
         self._stalled = False
 
     def _add(self, answer: Answer) -> None:
-        aborted = self._leave_preparing(answer.request.id)
-        if aborted:
-            return
+        with self._lock:
+            if not self._leave_preparing(answer.request):
+                return
+            self._answers[answer.request.id] = answer
         try:
             self.scheduler.add(*answer.sequences)
         except JaxmmError as error:
+            del self._answers[answer.request.id]
             answer.on_event(error)
             return
-        self._answers[answer.request.id] = answer
         self._stalled = False
 
     def _abort(self, request_id: str) -> None:
@@ -428,16 +443,21 @@ class Engine:
                 self._primed.pop(sequence, None)
             self._stalled = False
 
-    def _fail(self, request_id: str, error: JaxmmError) -> None:
-        answer = self._answers.get(request_id)
+    def _fail(self, sequence: Sequence, error: JaxmmError) -> None:
+        answer = self._answer_of(sequence)
         if answer is not None:
-            self._abort(request_id)
+            self._abort(sequence.request_id)
             answer.on_event(error)
 
     def _provide(self, sequence: Sequence, index: int, item: Item) -> None:
-        if sequence.request_id in self._answers:
+        if self._answer_of(sequence) is not None:
             self.scheduler.provide_features(sequence, index, item)
             self._stalled = False
+
+    def _answer_of(self, sequence: Sequence) -> Answer | None:
+        """None when the request has ended, even if another one has its id now."""
+        answer = self._answers.get(sequence.request_id)
+        return answer if answer is not None and sequence in answer.sequences else None
 
     def _close(self, answer: Answer, sequence: Sequence) -> None:
         self._primed.pop(sequence, None)
@@ -446,14 +466,13 @@ class Engine:
 
     def _end_all(self) -> None:
         error = EngineStopped(f"the engine has stopped: {self._failure or 'it was closed'}")
-        for answer in list(self._answers.values()):
-            answer.on_event(error)
-        self._answers.clear()
-        while not self._inbox.empty():  # requests that were just prepared hear it too
-            self._inbox.get()()
-        for answer in list(self._answers.values()):
-            answer.on_event(error)
-        self._answers.clear()
+        with self._lock:  # whatever is still being prepared finds itself gone from here
+            listeners = [on_event for _, on_event in self._preparing.values()]
+            listeners += [answer.on_event for answer in self._answers.values()]
+            self._preparing.clear()
+            self._answers.clear()
+        for on_event in listeners:
+            on_event(error)
 
 
 _counter = itertools.count()

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,7 @@ class Parts:
     def close(self) -> None:
         """Free what does not go with the process."""
         self.decoder.close()
+        self.runner.close()
         self.ledger.close()
 
 
@@ -119,39 +121,24 @@ def build_parts(config: EngineConfig) -> Parts:
         ConfigError, ModelError: The message names the setting, key or tensor.
     """
     start = time.perf_counter()
+    _check_kernels(config)
     directory = model_directory(config)
     model = read_config(directory)
-    tokenizer = ChatTokenizer.from_checkpoint(directory)
     check_vocabulary(model.text.vocab_size)
-    if tokenizer.vocab_size > model.text.vocab_size:
-        raise ModelError(
-            f"the tokenizer has {tokenizer.vocab_size} ids and the embedding "
-            f"{model.text.vocab_size} rows"
-        )
-    tokenizer.token_bytes  # noqa: B018  # made now, not in the first request
-    _check_kernels(config)
     dtype = _dtype(config)
     processor = _processor(config, model, directory)
     sizes = _sizes(config, model, processor)
     ledger = CompileLedger(config.on_recompile)
-    device = jax.devices()[0]
-    params = load_params(
-        directory,
-        model,
-        dtype,
-        lambda _, value: jax.device_put(value, device),
-        progress=config.progress,
-    )
-    runner = Runner(
-        model,
-        params,
-        sizes,
-        dtype,
-        num_ids=tokenizer.vocab_size,
-        ledger=ledger,
-        compile_cache_dir=config.compile_cache_dir,
-    )
-    runner.warm_up(progress=config.progress)
+    with ThreadPoolExecutor(2, thread_name_prefix="jaxmm-load") as pool:
+        # the executables need neither weights nor tokenizer: all three at once
+        weights = pool.submit(_load_weights, config, model, directory, dtype)
+        words = pool.submit(_load_tokenizer, model, directory)
+        runner = Runner(
+            model, sizes, dtype, ledger=ledger, compile_cache_dir=config.compile_cache_dir
+        )
+        runner.warm_up(progress=config.progress)
+        tokenizer = words.result()
+        runner.place(weights.result())
     decoder = DecodePool(
         processor,
         Limits(config.media.max_bytes, config.media.max_decode_pixels),
@@ -187,6 +174,28 @@ def build_parts(config: EngineConfig) -> Parts:
         ledger=ledger,
         padding=Padding(),
     )
+
+
+def _load_weights(config: EngineConfig, model: ModelConfig, directory: Path, dtype: Any) -> Any:
+    device = jax.devices()[0]
+    return load_params(
+        directory,
+        model,
+        dtype,
+        lambda _, value: jax.device_put(value, device),
+        progress=config.progress,
+    )
+
+
+def _load_tokenizer(model: ModelConfig, directory: Path) -> ChatTokenizer:
+    tokenizer = ChatTokenizer.from_checkpoint(directory)
+    if tokenizer.vocab_size > model.text.vocab_size:
+        raise ModelError(
+            f"the tokenizer has {tokenizer.vocab_size} ids and the embedding "
+            f"{model.text.vocab_size} rows"
+        )
+    tokenizer.token_bytes  # noqa: B018  # made now, not in the first request
+    return tokenizer
 
 
 def describe_buckets(config: EngineConfig) -> str:

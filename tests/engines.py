@@ -1,13 +1,16 @@
 """Engines on the small random checkpoints, one for each setting, and requests on them."""
 
 import atexit
+import contextlib
+import dataclasses
 import functools
+import io
 import os
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -17,6 +20,12 @@ from jaxmm.config import EngineConfig, load_config
 from jaxmm.engine import Engine
 from jaxmm.request import Request, Result, SamplingParams
 from tests.checkpoints import Family, checkpoint
+
+MEDIA = Path(__file__).parent / "data" / "media"
+LOGPROB_ATOL = 1e-4
+"""Of the same request served in two ways: float32 sums in other orders."""
+
+_T = TypeVar("_T")
 
 SMALL = {
     "max_model_len": 1024,
@@ -93,3 +102,54 @@ def in_parallel(work: Any, count: int) -> list[Any]:
     """Run `work(i)` for i below count on as many threads."""
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(work, range(count)))
+
+
+def solo(on: Engine, *given: Any, **fields: Any) -> Result:
+    """The answer to a request alone, with nothing in any cache."""
+    on.flush_caches()
+    [result] = ask(on, request(*given, **fields))
+    return result
+
+
+def assert_same(result: Result, expected: Result) -> None:
+    """Token ids are equal, and log-probabilities within LOGPROB_ATOL."""
+    assert result.token_ids == expected.token_ids
+    np.testing.assert_allclose(logprobs(result), logprobs(expected), rtol=0, atol=LOGPROB_ATOL)
+
+
+def png(image: Image.Image) -> bytes:
+    """Encoded: only files are known to the media map."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def on_loop(on: Engine, work: Callable[[], _T]) -> _T:
+    """Run `work` on the engine's thread between two steps; every answer told before is over."""
+    done: Future[_T] = Future()
+    on._inbox.put(lambda: done.set_result(work()))
+    return done.result(120)
+
+
+@contextlib.contextmanager
+def scheduling(on: Engine, **changes: int) -> Iterator[None]:
+    """Change sizes of a running scheduler: `max_step_tokens` cuts prompts into such chunks."""
+    config = on.scheduler.config
+    changed = dataclasses.replace(config, **changes)
+    on_loop(on, lambda: setattr(on.scheduler, "config", changed))
+    try:
+        yield
+    finally:
+        on_loop(on, lambda: setattr(on.scheduler, "config", config))
+
+
+@contextlib.contextmanager
+def pages_left(on: Engine, num_pages: int) -> Iterator[None]:
+    """Leave an idle engine so few pages, by holding the others."""
+    pool = on._parts.pool
+    on.flush_caches()
+    held = on_loop(on, lambda: pool.allocate(pool.num_free - num_pages))
+    try:
+        yield
+    finally:
+        on_loop(on, lambda: pool.release(held))

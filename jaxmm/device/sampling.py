@@ -75,7 +75,7 @@ def sample_rows(
     params: SampleParams,
     state: SamplerState,
     *,
-    num_ids: int,
+    num_ids: Int32[Array, ""],
     any_random: Bool[Array, ""],
     any_penalty: Bool[Array, ""],
     any_logprobs: Bool[Array, ""],
@@ -153,7 +153,9 @@ def _draw(logits_BV: Float[Array, "B V"], params: SampleParams) -> Int32[Array, 
     the same tokens whatever else is in the batch.
     """
     random_B1 = params.temperature_B[:, None] > 0
-    scaled_BV = logits_BV / jnp.where(random_B1, params.temperature_B[:, None], 1.0)
+    # From the maximum down, so that the smallest temperature makes no infinity of it.
+    below_BV = logits_BV - logits_BV.max(axis=1, keepdims=True)
+    scaled_BV = below_BV / jnp.where(random_B1, params.temperature_B[:, None], 1.0)
     kept_BV = jnp.where(random_B1, _truncate(scaled_BV, params), scaled_BV)
     noise_BV = jax.vmap(lambda s, n: _gumbel(s, n, logits_BV.shape[1]))(
         params.seed_B2, params.draw_B

@@ -1,4 +1,4 @@
-"""Ragged paged attention, as short as can be; a Python loop over concrete sequences. Traced."""
+"""Ragged paged attention with every token's keys laid out beside it. Traced."""
 
 from typing import TYPE_CHECKING
 
@@ -14,20 +14,22 @@ if TYPE_CHECKING:
 def paged_attention_reference(
     q_THC: Float[Array, "T H C"], pages_PJSC: Float[Array, "P J S C"], ragged: "Ragged"
 ) -> Float[Array, "T H C"]:
-    """See `ragged_paged_attention`; `ragged` must be concrete."""
+    """See `ragged_paged_attention`; rows of no sequence are zeros. Z counts the keys of a table."""
+    num_tokens, num_heads, channels = q_THC.shape
     num_kv = pages_PJSC.shape[1] // 2
-    group = q_THC.shape[1] // num_kv
-    out_THC = jnp.zeros_like(q_THC)
-    for b in range(int(ragged.num_sequences)):
-        start, count = int(ragged.starts_B[b]), int(ragged.counts_B[b])
-        length = int(ragged.lengths_B[b])
-        kv_JZC = jnp.concatenate(list(pages_PJSC[ragged.tables_BQ[b]]), axis=1)[:, :length]
-        k_HZC, v_HZC = jnp.repeat(kv_JZC[:num_kv], group, 0), jnp.repeat(kv_JZC[num_kv:], group, 0)
-        q_XHC = q_THC[start : start + count].astype(jnp.float32) * q_THC.shape[2] ** -0.5
-        scores_HXZ = jnp.einsum("XHC,HZC->HXZ", q_XHC, k_HZC.astype(jnp.float32))
-        position_X = jnp.arange(length - count, length)
-        scores_HXZ = jnp.where(jnp.arange(length) <= position_X[:, None], scores_HXZ, -jnp.inf)
-        weights_HXZ = jax.nn.softmax(scores_HXZ, axis=-1)
-        part_XHC = jnp.einsum("HXZ,HZC->XHC", weights_HXZ, v_HZC.astype(jnp.float32))
-        out_THC = out_THC.at[start : start + count].set(part_XHC.astype(q_THC.dtype))
-    return out_THC
+    token_T = jnp.arange(num_tokens)
+    offset_TB = token_T[:, None] - ragged.starts_B
+    live_B = jnp.arange(ragged.starts_B.shape[0]) < ragged.num_sequences
+    owns_TB = (offset_TB >= 0) & (offset_TB < ragged.counts_B) & live_B
+    owner_T = owns_TB.argmax(1)
+    position_T = (ragged.lengths_B - ragged.counts_B + offset_TB)[token_T, owner_T]
+
+    kv_TQJSC = pages_PJSC[ragged.tables_BQ[owner_T]].astype(jnp.float32)
+    kv_TJZC = kv_TQJSC.swapaxes(1, 2).reshape(num_tokens, 2 * num_kv, -1, channels)
+    kv_TJZC = jnp.repeat(kv_TJZC, num_heads // num_kv, axis=1)
+    k_THZC, v_THZC = kv_TJZC[:, :num_heads], kv_TJZC[:, num_heads:]
+    scores_THZ = jnp.einsum("THC,THZC->THZ", q_THC.astype(jnp.float32), k_THZC) * channels**-0.5
+    visible_TZ = jnp.arange(scores_THZ.shape[2]) <= position_T[:, None]
+    weights_THZ = jax.nn.softmax(jnp.where(visible_TZ[:, None], scores_THZ, -jnp.inf), axis=-1)
+    out_THC = jnp.einsum("THZ,THZC->THC", weights_THZ, v_THZC)
+    return jnp.where(owns_TB.any(1)[:, None, None], out_THC, 0.0).astype(q_THC.dtype)
