@@ -32,7 +32,7 @@ class PageConfig:
     """Paged KV cache."""
 
     page_size: int = 0
-    """Tokens per page, a power of two from 4 up; 0: 16 on CPU, 128 on TPU."""
+    """Tokens per page, a power of two from 4 up; 0: 64 on CPU, 128 elsewhere."""
     num_pages: int = 0
     """Pages in the pool; 0: what `memory_fraction` leaves after weights and arena."""
     prefix_cache: bool = True
@@ -40,7 +40,7 @@ class PageConfig:
 
     def __post_init__(self) -> None:
         ok = self.page_size == 0 or (self.page_size >= 4 and _power_of_two(self.page_size))
-        _require(ok, f"pages.page_size={self.page_size} is not a power of two from 4 up; use 16")
+        _require(ok, f"pages.page_size={self.page_size} is not a power of two from 4 up; use 64")
         _require(self.num_pages >= 0, f"pages.num_pages={self.num_pages} is negative; use 0")
 
 
