@@ -128,8 +128,6 @@ class EngineConfig:
     """Requests queued; one more is refused with Overloaded."""
     memory_fraction: float = 0.6
     """Share of the device's memory for weights, KV pages and arena."""
-    kernels: Literal["auto", "pallas", "portable"] = "auto"
-    """Which implementation of the device ops runs; auto: pallas on TPU, portable elsewhere."""
     on_recompile: Literal["log", "raise"] = "log"
     """What a compile after warm-up does."""
     warmup: bool = True

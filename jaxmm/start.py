@@ -17,7 +17,7 @@ import numpy.typing as npt
 from jaxmm.config import EngineConfig
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.runner import Runner
-from jaxmm.errors import ConfigError, ModelError, RequestError, SamplingError
+from jaxmm.errors import ModelError, RequestError, SamplingError
 from jaxmm.host.arena import Arena
 from jaxmm.host.chat import ChatTokenizer
 from jaxmm.host.decode import Decoder
@@ -121,7 +121,6 @@ def build_parts(config: EngineConfig) -> Parts:
         ConfigError, ModelError: The message names the setting, key or tensor.
     """
     start = time.perf_counter()
-    _check_kernels(config)
     directory = model_directory(config)
     model = read_config(directory)
     check_vocabulary(model.text.vocab_size)
@@ -269,10 +268,3 @@ def _dtype(config: EngineConfig) -> Any:
     if config.dtype == "auto":
         return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     return jnp.dtype(config.dtype)
-
-
-def _check_kernels(config: EngineConfig) -> None:
-    if config.kernels == "pallas" and jax.default_backend() != "tpu":
-        raise ConfigError(
-            f"kernels='pallas' needs a TPU; this is {jax.default_backend()}. Use 'auto'."
-        )
