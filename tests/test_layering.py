@@ -86,9 +86,7 @@ def test_only_the_steps_file_has_jit_boundaries() -> None:
     assert with_jit == {"jaxmm.device.steps"}
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in ALL_MODULES if p.name == "__init__.py"], ids=dotted
-)
+@pytest.mark.parametrize("path", [p for p in ALL_MODULES if p.name == "__init__.py"], ids=dotted)
 def test_public_names_exist(path: Path) -> None:
     module = importlib.import_module(dotted(path))
     names = list(getattr(module, "__all__", ()))

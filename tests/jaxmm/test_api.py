@@ -90,9 +90,7 @@ def test_stream_gives_what_the_result_gives(on: Engine) -> None:
 
 
 def test_stream_of_several_completions_ends_with_the_last(on: Engine) -> None:
-    deltas = generate(
-        "what is it", engine=on, stream=True, n=3, temperature=1.0, seed=2, **FIELDS
-    )
+    deltas = generate("what is it", engine=on, stream=True, n=3, temperature=1.0, seed=2, **FIELDS)
     ended = [d.index for d in deltas if d.finish_reason is not None]
     assert sorted(ended) == [0, 1, 2]
 
@@ -164,4 +162,3 @@ def test_plain_question_becomes_one_user_turn_pictures_first() -> None:
     made = make_request("what", [IMAGE, IMAGE], sampling_params({}))
     assert made.messages == turn("<image>", "<image>", "what")
     assert made.images == (IMAGE, IMAGE)
-

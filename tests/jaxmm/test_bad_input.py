@@ -418,4 +418,3 @@ def test_file_that_is_missing(copied: Path, name: str) -> None:
 def test_kernels_that_this_machine_does_not_have(copied: Path) -> None:
     with pytest.raises(ConfigError, match="kernels='pallas' needs a TPU"):
         start(copied, kernels="pallas")
-

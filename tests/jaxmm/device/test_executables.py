@@ -69,9 +69,7 @@ def test_directory_that_cannot_be_made_costs_only_the_cache(
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    place=st.floats(0, 1, exclude_max=True), bit=st.one_of(st.none(), st.integers(0, 7))
-)
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.one_of(st.none(), st.integers(0, 7)))
 def test_damaged_entry_is_ignored_and_made_again(
     tmp_path_factory: pytest.TempPathFactory, place: float, bit: int | None
 ) -> None:

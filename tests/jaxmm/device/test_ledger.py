@@ -68,8 +68,6 @@ def test_closed_ledger_hears_nothing(raising: CompileLedger) -> None:
 
 
 def test_records_of_warm_up_are_not_recompiles(raising: CompileLedger) -> None:
-    raising.add(
-        CompileRecord(phase="warmup", step="encode", size=256, seconds=1.0, restored=False)
-    )
+    raising.add(CompileRecord(phase="warmup", step="encode", size=256, seconds=1.0, restored=False))
     assert raising.num_recompiles == 0
     assert len(raising.records) == 1

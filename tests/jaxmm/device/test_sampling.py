@@ -140,9 +140,7 @@ def penalised_by_rule(
 ) -> np.ndarray:
     out_V = logits_V.astype(np.float64)
     for token in set(prompt) | set(output):
-        out_V[token] = (
-            out_V[token] / repetition if out_V[token] > 0 else out_V[token] * repetition
-        )
+        out_V[token] = out_V[token] / repetition if out_V[token] > 0 else out_V[token] * repetition
     for token in set(output):
         out_V[token] -= frequency * output.count(token) + presence
     return out_V
@@ -345,9 +343,9 @@ def test_repetition_penalty_equals_that_of_transformers() -> None:
     logits_BV = random_logits(8, seed=2)
     history = [3, 3, 4, 10, 11]
     processor = transformers.RepetitionPenaltyLogitsProcessor(1.7)
-    expected = processor(
-        torch.tensor([history] * 8), torch.tensor(logits_BV[:, :NUM_IDS])
-    ).argmax(1)
+    expected = processor(torch.tensor([history] * 8), torch.tensor(logits_BV[:, :NUM_IDS])).argmax(
+        1
+    )
     out = sample(logits_BV, [{"repetition": 1.7}] * 8, primed(history[:3], history[3:]))
     assert out.token_B.tolist() == expected.tolist()
 

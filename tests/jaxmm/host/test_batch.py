@@ -40,9 +40,7 @@ def running(*parts, slot, pages, outputs=(), delta=0, **sampling):
 
 
 def plan_of(decodes=(), extends=()):
-    return Plan(
-        decodes=tuple(decodes), extends=tuple(extends), encodes=(), missing_features=()
-    )
+    return Plan(decodes=tuple(decodes), extends=tuple(extends), encodes=(), missing_features=())
 
 
 def build(plan, layout=LAYOUT):
@@ -157,9 +155,7 @@ def test_chunk_that_goes_on_into_the_output_reads_known_ids():
     ))] == [3]  # fmt: skip
 
 
-@given(
-    num_tokens=st.integers(1, 300), num_sequences=st.integers(1, 40), pages=st.integers(1, 40)
-)
+@given(num_tokens=st.integers(1, 300), num_sequences=st.integers(1, 40), pages=st.integers(1, 40))
 def test_fields_fill_the_buffer_without_overlap(num_tokens, num_sequences, pages):
     layout = StepLayout(num_tokens, num_sequences, pages)
     owner = np.zeros(layout.size, np.int32)

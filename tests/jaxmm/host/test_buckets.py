@@ -43,9 +43,7 @@ def test_patch_rungs_are_multiples_of_a_window(low: int, extra: int, dense: bool
     assert rungs[-1] - (low + extra) < 64 or len(rungs) == 1
 
 
-@given(
-    high=st.integers(256, 20000), size=st.floats(0, 1), dense=st.booleans(), low=st.just(256)
-)
+@given(high=st.integers(256, 20000), size=st.floats(0, 1), dense=st.booleans(), low=st.just(256))
 def test_padding_of_a_lane_is_bounded(high: int, size: float, dense: bool, low: int) -> None:
     buckets = Buckets(tokens=(1,), patches=patch_rungs(low, high, dense=dense))
     patches = low + int(size * (high - low))
