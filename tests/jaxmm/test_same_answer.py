@@ -62,13 +62,12 @@ def test_prefix_hit(family: Family, warm: Engine) -> None:
 
 
 def test_prefix_hit_that_ends_inside_an_image(family: Family, warm: Engine) -> None:
-    page_size, prompt = 16, cold(family).usage
-    spans = [prompt.prompt_tokens - n for n in (40, 60, 80)]
-    for keep in spans:  # evict from the tail, so that the cached part ends earlier each time
-        cache = warm._parts.prefix_cache
-        on_loop(warm, lambda c=cache, k=keep: c.evict(c.num_pages - k // page_size))
+    cache, page_size = warm._parts.prefix_cache, 16
+    for num_last in (40, 60, 80):  # tokens that are evicted, from the tail
+        keep = (cold(family).usage.prompt_tokens - num_last) // page_size
+        on_loop(warm, lambda pages=keep: cache.evict(cache.num_pages - pages))
         result = again(warm)
-        assert result.usage.cached_tokens == keep // page_size * page_size
+        assert result.usage.cached_tokens == keep * page_size
         assert_same(result, cold(family))
 
 
