@@ -98,7 +98,7 @@ class Server:
         start = time.perf_counter()
         with log.open("wb") as out:
             server._process = subprocess.Popen(
-                words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                words, stdout=out, stderr=subprocess.STDOUT, process_group=0
             )
         try:
             server.connect()
