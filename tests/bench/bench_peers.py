@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -47,6 +48,7 @@ class Run(NamedTuple):
 
 def main() -> None:
     chosen = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers end with the benchmark
     _print_head(chosen.model)
     peers: list[Peer] = []
     try:

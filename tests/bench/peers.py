@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,7 @@ class Server:
         start = time.perf_counter()
         with log.open("wb") as out:
             server._process = subprocess.Popen(
-                words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                words, stdout=out, stderr=subprocess.STDOUT, process_group=0
             )
         try:
             server.connect()
@@ -207,12 +208,13 @@ class Transformers:
     def __init__(self, model: Path) -> None:
         """Load processor and model, float32."""
         import torch
-        from transformers import AutoModelForImageTextToText, AutoProcessor
+        from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
         start = time.perf_counter()
         self._torch = torch
-        self._processor = AutoProcessor.from_pretrained(model)
-        self._processor.tokenizer.padding_side = "left"
+        # AutoProcessor would want torchvision, for videos
+        self._processor = AutoImageProcessor.from_pretrained(model)
+        self._tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
         loaded = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
         self._model = loaded.eval()
         print(f"started   transformers in {time.perf_counter() - start:.1f} s")
@@ -251,23 +253,33 @@ class Transformers:
         seconds = time.perf_counter() - start
         first = watch.times[1] - start  # the streamer gets the prompt, then each token
         new_ids = outputs[:, inputs["input_ids"].shape[1] :].tolist()
-        decode = self._processor.tokenizer.decode
         return [
-            Reply(first, seconds, len(ids), decode(ids, skip_special_tokens=True), tuple(ids))
+            Reply(first, seconds, len(ids), self._tokenizer.decode(ids), tuple(ids))
             for ids in new_ids
         ]
 
-    def _inputs(self, batch: list[tuple[Ask, list[bytes]]]) -> Any:
+    def _inputs(self, batch: list[tuple[Ask, list[bytes]]]) -> dict[str, Any]:
+        """What its own processor gives: pixel values, and ids with a place for each row."""
         from PIL import Image
 
-        texts = [
-            self._processor.apply_chat_template(
-                _template_messages(ask), add_generation_prompt=True, tokenize=False
-            )
-            for ask, _ in batch
-        ]
-        images = [Image.open(io.BytesIO(png)).convert("RGB") for _, pngs in batch for png in pngs]
-        return self._processor(text=texts, images=images or None, return_tensors="pt", padding=True)
+        pngs = [png for _, pngs in batch for png in pngs]
+        pixels: dict[str, Any] = {}
+        if pngs:
+            images = [Image.open(io.BytesIO(png)).convert("RGB") for png in pngs]
+            pixels = dict(self._processor(images=images, return_tensors="pt"))
+        counts = [int(grid.prod()) // 4 for grid in pixels.get("image_grid_thw", ())]
+        place = self._model.config.image_token_id
+        pad = self._tokenizer.convert_ids_to_tokens(place)
+        texts = [self._text(ask, pad, iter([counts.pop(0) for _ in pngs])) for ask, pngs in batch]
+        inputs = dict(self._tokenizer(texts, return_tensors="pt", padding=True))
+        return {**inputs, **pixels, "mm_token_type_ids": (inputs["input_ids"] == place).int()}
+
+    def _text(self, ask: Ask, pad: str, counts: Iterator[int]) -> str:
+        text = self._tokenizer.apply_chat_template(
+            _template_messages(ask), add_generation_prompt=True, tokenize=False
+        )
+        first, *others = text.split(pad)
+        return first + "".join(pad * next(counts) + other for other in others)
 
 
 class _Watch:
