@@ -1,0 +1,1 @@
+"""Attention of the text decoder over paged KV; decode rows, extend runs, both in one step."""
