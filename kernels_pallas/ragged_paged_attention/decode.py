@@ -171,16 +171,8 @@ def _decode_kernel(
         first = j == first_block(b)
         for k in range(K):
             kv = ring[slot, :, k].reshape(block, J)
-            softmax.block_step(
-                q_BKGC[b, k],
-                kv,
-                max_KGL.at[k],
-                sum_KGL.at[k],
-                acc_KGC.at[k],
-                seen=seen,
-                first=first,
-                soft_cap=soft_cap,
-            )
+            score = softmax.scores(q_BKGC[b, k], kv, seen=seen, soft_cap=soft_cap)
+            softmax.absorb(score, kv, max_KGL.at[k], sum_KGL.at[k], acc_KGC.at[k], first=first)
 
     def finish(b: Any) -> None:
         for k in range(K):

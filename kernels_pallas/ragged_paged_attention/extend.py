@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int32
 from kernels_pallas.ragged_paged_attention import key_block
 from kernels_pallas.ragged_paged_attention import online_softmax as softmax
 
-TILE = 128
+TILE = 256
 """Query tokens of one tile."""
 BLOCK_KEYS = 512
 """Keys of one block."""
@@ -221,17 +221,14 @@ def _extend_kernel(
 
     def attend(slot: Any, seen: Any | None) -> None:
         kv = ring[slot, :, 0].reshape(block, J)
+        def scores(g: int) -> Any:
+            q = q_TX[:, g * C : (g + 1) * C]
+            return softmax.scores(q, kv, seen=seen, soft_cap=soft_cap)
+
+        ahead = scores(0)
         for g in range(G):
-            softmax.block_step(
-                q_TX[:, g * C : (g + 1) * C],
-                kv,
-                max_GTL.at[g],
-                sum_GTL.at[g],
-                acc_GTC.at[g],
-                seen=seen,
-                first=None,
-                soft_cap=soft_cap,
-            )
+            score, ahead = ahead, scores(g + 1) if g + 1 < G else None
+            softmax.absorb(score, kv, max_GTL.at[g], sum_GTL.at[g], acc_GTC.at[g])
 
     def step(j: Any, carry: Any) -> Any:
         i = cursor[0]

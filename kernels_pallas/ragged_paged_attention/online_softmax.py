@@ -17,40 +17,39 @@ LOWEST = -1e30
 MASKED = -2e38
 """A hidden score: so far below LOWEST that 2^(MASKED - LOWEST) is 0, never NaN."""
 
-__all__ = ["LANES", "VMEM_LIMIT_BYTES", "block_step", "normalise"]
+__all__ = ["LANES", "VMEM_LIMIT_BYTES", "absorb", "normalise", "scores"]
 
 
-def block_step(
-    q: Any,
-    kv: Any,
-    max_ref: Any,
-    sum_ref: Any,
-    acc_ref: Any,
-    *,
-    seen: Any | None,
-    first: Any | None,
-    soft_cap: float | None,
+def scores(q: Any, kv: Any, *, seen: Any | None, soft_cap: float | None) -> Any:
+    """Scores of some query rows against one block of KV rows, hidden ones far below all others.
+
+    Args:
+        q: [rows, C], scaled.
+        kv: [keys, J]; a row's key is in its first C lanes.
+        seen: bool[rows, keys], or None when every row sees every key.
+        soft_cap: Natural units, or None.
+    """
+    score = _dot(q, kv[:, : q.shape[1]], ((1,), (1,)))
+    if soft_cap is not None:
+        cap = soft_cap * LOG2_E
+        score = cap * jnp.tanh(score / cap)
+    return score if seen is None else jnp.where(seen, score, MASKED)
+
+
+def absorb(
+    score: Any, kv: Any, max_ref: Any, sum_ref: Any, acc_ref: Any, *, first: Any | None = None
 ) -> None:
     """Add one block of KV rows to the running maximum, sum and output of some query rows.
 
     Args:
-        q: [rows, C], scaled.
-        kv: [keys, J], keys a multiple of 128; a row's key is in its first C lanes, its value in
-            the last C (the same ones if C is J).
+        score: float32[rows, keys], keys a multiple of 128.
+        kv: [keys, J]; a row's value is in its last C lanes (all of them if C is J).
         max_ref: float32[rows, 128], every lane alike.
         sum_ref: float32[rows, 128]; the sum is that of the lanes.
         acc_ref: float32[rows, C], not yet divided by the sum.
-        seen: bool[rows, keys], or None when every row sees every key.
         first: Whether the running values are void (scalar); None: never.
-        soft_cap: Natural units, or None.
     """
-    channels = q.shape[1]
-    score = _dot(q, kv[:, :channels], ((1,), (1,)))
-    if soft_cap is not None:
-        cap = soft_cap * LOG2_E
-        score = cap * jnp.tanh(score / cap)
-    if seen is not None:
-        score = jnp.where(seen, score, MASKED)
+    channels = acc_ref.shape[1]
     old_max, old_sum, old_acc = max_ref[...], sum_ref[...], acc_ref[...]
     if first is not None:
         old_max = jnp.where(first, LOWEST, old_max)
