@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int32
 
 from kernels_pallas.ragged_paged_attention import key_block
 from kernels_pallas.ragged_paged_attention import online_softmax as softmax
+from kernels_pallas.tiling import LANES, round_up, tile_rows
 
 RING = 4
 """Blocks of keys in VMEM: one in use, three on their way."""
@@ -62,7 +63,7 @@ def decode_attention(
     """
     _, K, G, C = q_BKGC.shape
     _, _, S, J = pages_PKSJ.shape
-    rows = key_block.tile_rows(pages_PKSJ.dtype)
+    rows = tile_rows(pages_PKSJ.dtype)
     n = block_pages or _block_pages(pages_PKSJ, page_table_BQ.shape[1])
     kernel = functools.partial(_decode_kernel, window=window, soft_cap=soft_cap)
     vmem, hbm = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
@@ -75,8 +76,8 @@ def decode_attention(
             scratch_shapes=[
                 pltpu.VMEM((RING, n, K, S, J), pages_PKSJ.dtype),
                 pltpu.VMEM((WRITES, K, rows, J), pages_PKSJ.dtype),
-                pltpu.VMEM((K, G, softmax.LANES), jnp.float32),
-                pltpu.VMEM((K, G, softmax.LANES), jnp.float32),
+                pltpu.VMEM((K, G, LANES), jnp.float32),
+                pltpu.VMEM((K, G, LANES), jnp.float32),
                 pltpu.VMEM((K, G, C), jnp.float32),
                 pltpu.SemaphoreType.DMA((RING,)),
                 pltpu.SemaphoreType.DMA((WRITES,)),
@@ -99,7 +100,7 @@ def _block_pages(pages_PKSJ: Any, pages_per_sequence: int) -> int:
     _, K, S, J = pages_PKSJ.shape
     page_bytes = K * S * J * pages_PKSJ.dtype.itemsize
     keys = min(2048, BLOCK_BYTES // page_bytes * S, pages_per_sequence * S)
-    return max(S, -(-keys // softmax.LANES) * softmax.LANES) // S
+    return int(max(S, round_up(keys, LANES)) // S)
 
 
 def _decode_kernel(
@@ -149,8 +150,8 @@ def _decode_kernel(
         tile = pl.multiple_of(row // rows * rows, rows)
 
         @pl.when(b >= tiles.shape[0])
-        def _() -> None:
-            write_of(b, 0, 0).wait()  # the tile's former write; only its size counts
+        def await_former_write() -> None:
+            write_of(b, 0, 0).wait()  # only its size counts
 
         index = lax.broadcasted_iota(jnp.int32, (rows, J), 0) + tile
         for k in range(K):
@@ -182,7 +183,7 @@ def _decode_kernel(
         i, b, j, ahead_b, ahead_j = carry
 
         @pl.when(ahead_b < num)
-        def _() -> None:
+        def read_ahead() -> None:
             reader.start(ahead_b, ahead_j, lax.rem(i + depth - 1, depth))
 
         slot = lax.rem(i, depth)

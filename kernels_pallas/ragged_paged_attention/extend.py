@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int32
 
 from kernels_pallas.ragged_paged_attention import key_block
 from kernels_pallas.ragged_paged_attention import online_softmax as softmax
+from kernels_pallas.tiling import LANES
 
 TILE = 256
 """Query tokens of one tile."""
@@ -117,7 +118,7 @@ def extend_attention(
     n = block_pages or max(S, BLOCK_KEYS) // S
     block = pl.BlockSpec((tile, X // K), lambda k, v, tile_V, *_: (tile_V[v], k))
     kernel = functools.partial(_extend_kernel, num_heads=K, window=window, soft_cap=soft_cap)
-    return pl.pallas_call(
+    out: Array = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
@@ -126,8 +127,8 @@ def extend_attention(
             out_specs=block,
             scratch_shapes=[
                 pltpu.VMEM((RING, n, 1, S, J), pages_PKSJ.dtype),
-                pltpu.VMEM((G, tile, softmax.LANES), jnp.float32),
-                pltpu.VMEM((G, tile, softmax.LANES), jnp.float32),
+                pltpu.VMEM((G, tile, LANES), jnp.float32),
+                pltpu.VMEM((G, tile, LANES), jnp.float32),
                 pltpu.VMEM((G, tile, channels), jnp.float32),
                 pltpu.SMEM((4,), jnp.int32),
                 pltpu.SemaphoreType.DMA((RING,)),
@@ -141,6 +142,7 @@ def extend_attention(
         ),
         name="extend_attention",
     )(*visits, start_B1, length_B, page_table_BQ.reshape(-1), q_TX, pages_PKSJ)
+    return out
 
 
 def _extend_kernel(
@@ -190,7 +192,7 @@ def _extend_kernel(
         k, v, j = cursor[1], cursor[2], cursor[3]
 
         @pl.when(k < num_heads)
-        def _() -> None:
+        def advance() -> None:
             reader.start(sequence_V[v], j, slot, pl.ds(k, 1))
             more = j + 1 < blocks_of(v)[1]
             turn = jnp.logical_and(jnp.logical_not(more), v + 1 >= limits[2])
@@ -200,7 +202,7 @@ def _extend_kernel(
             cursor[3] = jnp.where(more, j + 1, blocks_of(next_v)[0])
 
     @pl.when((head == 0) & (visit == 0))
-    def _() -> None:
+    def first_reads() -> None:
         some = limits[1] < limits[2]
         cursor[0] = 0
         cursor[1] = jnp.where(some, 0, num_heads)
@@ -210,7 +212,7 @@ def _extend_kernel(
             start_ahead(slot)
 
     @pl.when((visit == 0) | (tile_V[visit] != tile_V[jnp.maximum(visit - 1, 0)]))
-    def _() -> None:
+    def begin_tile() -> None:
         max_GTL[...] = jnp.full_like(max_GTL, softmax.LOWEST)
         sum_GTL[...] = jnp.zeros_like(sum_GTL)
         acc_GTC[...] = jnp.zeros_like(acc_GTC)
@@ -221,6 +223,7 @@ def _extend_kernel(
 
     def attend(slot: Any, seen: Any | None) -> None:
         kv = ring[slot, :, 0].reshape(block, J)
+
         def scores(g: int) -> Any:
             q = q_TX[:, g * C : (g + 1) * C]
             return softmax.scores(q, kv, seen=seen, soft_cap=soft_cap)
@@ -243,11 +246,11 @@ def _extend_kernel(
             clear_view &= j * block > last - window
 
         @pl.when(clear_view)
-        def _() -> None:
+        def attend_all() -> None:
             attend(slot, None)
 
         @pl.when(jnp.logical_not(clear_view))
-        def _() -> None:
+        def attend_some() -> None:
             key = lax.broadcasted_iota(jnp.int32, (tile, block), 1) + j * block
             position = lax.broadcasted_iota(jnp.int32, (tile, 1), 0) + zero
             ours = (position >= first) & (position <= last)
@@ -260,13 +263,13 @@ def _extend_kernel(
         return carry
 
     @pl.when(sequence_V[visit] >= 0)
-    def _() -> None:
+    def visit_sequence() -> None:
         lax.fori_loop(low, high, step, 0)
 
     end = pl.num_programs(1)
 
     @pl.when((visit == end - 1) | (tile_V[visit] != tile_V[jnp.minimum(visit + 1, end - 1)]))
-    def _() -> None:
+    def finish_tile() -> None:
         for g in range(G):
             out = softmax.normalise(sum_GTL[g], acc_GTC[g])
             out_TX[:, g * C : (g + 1) * C] = out.astype(out_TX.dtype)

@@ -11,10 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-
-def tile_rows(dtype: Any) -> int:
-    """Rows of a tile of this type: what an aligned slice of token slots must hold."""
-    return 8 * 4 // jnp.dtype(dtype).itemsize
+from kernels_pallas.tiling import tile_rows
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,14 @@ product of probabilities and row holds the output in its upper half.
 
 import math
 
-LANES = 128
-"""Lanes of a vector register, the width of a tile."""
+from kernels_pallas.tiling import LANES, round_up
 
 LOG2_E = math.log2(math.e)
 
 
 def query_lanes(channels: int) -> int:
     """Lanes that one query head takes, C or a little more."""
-    return -(-channels // LANES) * LANES
+    return round_up(channels, LANES)
 
 
 def row_lanes(channels: int) -> int:
@@ -42,4 +41,4 @@ def query_scale(channels: int) -> float:
     The kernels take powers of two, not of e. Fold the factor into the rotary tables (or the weight
     of the query norm), so that the product is rounded once.
     """
-    return channels**-0.5 * LOG2_E
+    return LOG2_E / math.sqrt(channels)

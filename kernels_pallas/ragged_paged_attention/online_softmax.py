@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.ragged_paged_attention.layout import LANES, LOG2_E
+from kernels_pallas.ragged_paged_attention.layout import LOG2_E
+from kernels_pallas.tiling import LANES
 
 VMEM_LIMIT_BYTES = 48 << 20
 """Leaves 16 MiB of the 64 of v5p and tpu7x to XLA; the other generations have 128."""
@@ -16,8 +17,6 @@ LOWEST = -1e30
 """Maximum of a row that has seen no key."""
 MASKED = -2e38
 """A hidden score: so far below LOWEST that 2^(MASKED - LOWEST) is 0, never NaN."""
-
-__all__ = ["LANES", "VMEM_LIMIT_BYTES", "absorb", "normalise", "scores"]
 
 
 def scores(q: Any, kv: Any, *, seen: Any | None, soft_cap: float | None) -> Any:

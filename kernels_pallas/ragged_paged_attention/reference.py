@@ -20,9 +20,9 @@ def attend_one(
     soft_cap: float | None = None,
 ) -> Float[Array, "T H C"]:
     """Causal attention of the last T tokens of one sequence over its L keys."""
-    T, H, _ = q_THC.shape
+    T, H, C = q_THC.shape
     L, K, _ = k_LKC.shape
-    q_TKGC = q_THC.astype(jnp.float32).reshape(T, K, H // K, -1)
+    q_TKGC = q_THC.astype(jnp.float32).reshape(T, K, H // K, C)
     score_KGTL = jnp.einsum("TKGC,LKC->KGTL", q_TKGC, k_LKC.astype(jnp.float32)) * scale
     if soft_cap is not None:
         score_KGTL = soft_cap * jnp.tanh(score_KGTL / soft_cap)

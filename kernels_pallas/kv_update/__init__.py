@@ -1,0 +1,1 @@
+"""New KV rows of a step into the slots of their pages, in place."""
