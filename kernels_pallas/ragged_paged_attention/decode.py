@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
+from kernels_pallas import online_softmax as softmax
 from kernels_pallas.ragged_paged_attention import key_block
-from kernels_pallas.ragged_paged_attention import online_softmax as softmax
 from kernels_pallas.tiling import LANES, round_up, tile_rows
 
 RING = 4
@@ -124,6 +124,7 @@ def _decode_kernel(
     soft_cap: float | None,
 ) -> None:
     depth, n, K, S, J = ring.shape
+    C = q_BKGC.shape[3]
     block = n * S
     num = num_ref[0]
     reader = key_block.Reader(pages_hbm, ring, read_done, table_BQ, length_B)
@@ -172,8 +173,9 @@ def _decode_kernel(
         first = j == first_block(b)
         for k in range(K):
             kv = ring[slot, :, k].reshape(block, J)
-            score = softmax.scores(q_BKGC[b, k], kv, seen=seen, soft_cap=soft_cap)
-            softmax.absorb(score, kv, max_KGL.at[k], sum_KGL.at[k], acc_KGC.at[k], first=first)
+            score = softmax.scores(q_BKGC[b, k], kv[:, :C], seen=seen, soft_cap=soft_cap)
+            state = (max_KGL.at[k], sum_KGL.at[k], acc_KGC.at[k])
+            softmax.absorb(score, kv[:, J - C :], *state, first=first)
 
     def finish(b: Any) -> None:
         for k in range(K):

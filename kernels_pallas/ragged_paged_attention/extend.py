@@ -23,8 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
+from kernels_pallas import online_softmax as softmax
 from kernels_pallas.ragged_paged_attention import key_block
-from kernels_pallas.ragged_paged_attention import online_softmax as softmax
 from kernels_pallas.tiling import LANES
 
 TILE = 256
@@ -226,12 +226,12 @@ def _extend_kernel(
 
         def scores(g: int) -> Any:
             q = q_TX[:, g * C : (g + 1) * C]
-            return softmax.scores(q, kv, seen=seen, soft_cap=soft_cap)
+            return softmax.scores(q, kv[:, :C], seen=seen, soft_cap=soft_cap)
 
         ahead = scores(0)
         for g in range(G):
             score, ahead = ahead, scores(g + 1) if g + 1 < G else None
-            softmax.absorb(score, kv, max_GTL.at[g], sum_GTL.at[g], acc_GTC.at[g])
+            softmax.absorb(score, kv[:, J - C :], max_GTL.at[g], sum_GTL.at[g], acc_GTC.at[g])
 
     def step(j: Any, carry: Any) -> Any:
         i = cursor[0]

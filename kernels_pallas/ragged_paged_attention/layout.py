@@ -15,9 +15,8 @@ product of probabilities and row holds the output in its upper half.
 
 import math
 
+from kernels_pallas.online_softmax import LOG2_E
 from kernels_pallas.tiling import LANES, round_up
-
-LOG2_E = math.log2(math.e)
 
 
 def query_lanes(channels: int) -> int:

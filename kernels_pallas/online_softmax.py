@@ -1,16 +1,17 @@
-"""The inner step that decode and extend share: softmax over keys, a block at a time. Traced.
+"""What the attention kernels share: softmax over keys, a block at a time. Traced.
 
 Online softmax (arXiv:1805.02867) with powers of two; maxima, sums and outputs stay in float32.
 """
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.ragged_paged_attention.layout import LOG2_E
 from kernels_pallas.tiling import LANES
 
+LOG2_E = math.log2(math.e)
 VMEM_LIMIT_BYTES = 48 << 20
 """Leaves 16 MiB of the 64 of v5p and tpu7x to XLA; the other generations have 128."""
 LOWEST = -1e30
@@ -19,16 +20,16 @@ MASKED = -2e38
 """A hidden score: so far below LOWEST that 2^(MASKED - LOWEST) is 0, never NaN."""
 
 
-def scores(q: Any, kv: Any, *, seen: Any | None, soft_cap: float | None) -> Any:
-    """Scores of some query rows against one block of KV rows, hidden ones far below all others.
+def scores(q: Any, key: Any, *, seen: Any | None, soft_cap: float | None = None) -> Any:
+    """Scores of some query rows against one block of keys, hidden ones far below all others.
 
     Args:
         q: [rows, C], scaled.
-        kv: [keys, J]; a row's key is in its first C lanes.
+        key: [keys, C].
         seen: bool[rows, keys], or None when every row sees every key.
         soft_cap: Natural units, or None.
     """
-    score = _dot(q, kv[:, : q.shape[1]], ((1,), (1,)))
+    score = lax.dot_general(q, key, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     if soft_cap is not None:
         cap = soft_cap * LOG2_E
         score = cap * jnp.tanh(score / cap)
@@ -36,13 +37,13 @@ def scores(q: Any, kv: Any, *, seen: Any | None, soft_cap: float | None) -> Any:
 
 
 def absorb(
-    score: Any, kv: Any, max_ref: Any, sum_ref: Any, acc_ref: Any, *, first: Any | None = None
+    score: Any, value: Any, max_ref: Any, sum_ref: Any, acc_ref: Any, *, first: Any | None = None
 ) -> None:
-    """Add one block of KV rows to the running maximum, sum and output of some query rows.
+    """Add one block of keys to the running maximum, sum and output of some query rows.
 
     Args:
         score: float32[rows, keys], keys a multiple of 128.
-        kv: [keys, J]; a row's value is in its last C lanes (all of them if C is J).
+        value: [keys, C].
         max_ref: float32[rows, 128], every lane alike.
         sum_ref: float32[rows, 128]; the sum is that of the lanes.
         acc_ref: float32[rows, C], not yet divided by the sum.
@@ -56,8 +57,7 @@ def absorb(
     new_max = jnp.maximum(old_max, jnp.max(score, axis=1, keepdims=True))
     weight = jnp.exp2(score - _widen(new_max, score.shape[1]))
     fade = jnp.exp2(old_max - new_max)
-    value = kv[:, kv.shape[1] - channels :]
-    out = _dot(weight.astype(kv.dtype), value, ((1,), (0,)))
+    out = dot(weight.astype(value.dtype), value)
     max_ref[...] = new_max
     sum_ref[...] = fade * old_sum + _fold(weight)
     acc_ref[...] = _widen(fade, channels) * old_acc + out
@@ -70,7 +70,9 @@ def normalise(total: Any, acc: Any) -> Any:
 
 
 def _widen(x: Any, width: int) -> Any:
-    """Repeat 128 equal lanes; no data moves."""
+    """As many equal lanes as wanted, out of 128; no data moves."""
+    if width < LANES:
+        return x[:, :width]
     return jnp.concatenate([x] * (width // LANES), axis=1)
 
 
@@ -79,5 +81,6 @@ def _fold(x: Any) -> Any:
     return sum(x[:, at : at + LANES] for at in range(0, x.shape[1], LANES))
 
 
-def _dot(x: Any, y: Any, contract: Any) -> Any:
-    return lax.dot_general(x, y, (contract, ((), ())), preferred_element_type=jnp.float32)
+def dot(x: Any, y: Any) -> Any:
+    """Matrix product, summed in float32."""
+    return jnp.dot(x, y, preferred_element_type=jnp.float32)
