@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from kernels_pallas.ragged_paged_attention.layout import LOG2_E, value_lane
+from kernels_pallas.online_softmax import LOG2_E
+from kernels_pallas.ragged_paged_attention.layout import value_lane
 
 
 def attend_one(

@@ -4,8 +4,11 @@ Windows are packed two to a square of 128 patches; a square is all that its patc
 
     grid (head group, tile)
       q, k, v[N, H·C] ──▶ block [tile, heads·C]
-      per square of 128 and head: scores [128, 128] ─▶ softmax ─▶ values
-      out[N, H·C]     ◀── the same block
+      per square of 128: qᵀ, vᵀ; per head: k qᵀ [keys, queries] ─▶ softmax down ─▶ vᵀ · weights
+      out[N, H·C]     ◀── all heads, turned back
+
+Queries lie along the lanes: maxima and sums then run down the registers, where no lane is crossed,
+and heads of 80 channels are rows, which need no shifting.
 
 The arrays are those of the projections, heads side by side: the call is bound by memory, and with
 heads first every head of 80 channels would fill 128 lanes, 1.6 times the bytes. A group is as many
@@ -14,7 +17,6 @@ heads as fill whole registers (8 of 80 channels, 2 of 64).
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -33,6 +35,8 @@ SQUARE = 128
 """Queries and keys of one score matrix."""
 TILE = 512
 """Patches of a grid step."""
+AHEAD = 3
+"""Heads whose scores are on their way while one's weights are made."""
 
 
 def window_attention(
@@ -95,37 +99,28 @@ def _kernel(id_1T: Any, q_TX: Any, k_TX: Any, v_TX: Any, out_TX: Any, *, channel
     def attend_square(s: Any, carry: Any) -> Any:
         rows = pl.ds(pl.multiple_of(s * SQUARE, SQUARE), SQUARE)
         key_1S = id_1T[:, rows]
-        seen = jnp.broadcast_to(key_1S, (SQUARE, SQUARE)).T == key_1S
+        seen_SS = key_1S == jnp.broadcast_to(key_1S, (SQUARE, SQUARE)).T
+        q_XS, v_XS = q_TX[rows, :].T, v_TX[rows, :].T
 
-        def score(lanes: slice) -> Any:
-            return softmax.scores(q_TX[rows, lanes], k_TX[rows, lanes], seen=seen)
+        def score(h: int) -> Any:
+            head = slice(h * channels, (h + 1) * channels)
+            score_SS = softmax.dot(k_TX[rows, head], q_XS[head])
+            return jnp.where(seen_SS, score_SS, softmax.MASKED)
 
-        def finish(lanes: slice, weight: Any, total: Any) -> None:
-            value = v_TX[rows, lanes]
-            out = softmax.dot(weight.astype(value.dtype), value)
-            out_TX[rows, lanes] = (out / total).astype(out_TX.dtype)
+        def value(h: int, weight_SS: Any) -> Any:
+            total_1S = jnp.sum(weight_SS, axis=0, keepdims=True)
+            v_CS = v_XS[h * channels : (h + 1) * channels]
+            return softmax.dot(v_CS, weight_SS.astype(v_CS.dtype)) / total_1S
 
-        for lanes, weight, total in _staggered(_heads(width, channels), score):
-            finish(lanes, weight, total)
+        num_heads = width // channels
+        scores = [score(h) for h in range(min(AHEAD, num_heads))]
+        out: list[Any] = []
+        for h in range(num_heads):
+            if h + AHEAD < num_heads:
+                scores.append(score(h + AHEAD))
+            weight_SS = jnp.exp2(scores[h] - jnp.max(scores[h], axis=0, keepdims=True))
+            out.append(value(h, weight_SS).astype(out_TX.dtype))
+        out_TX[rows, :] = jnp.concatenate(out, axis=0).T
         return carry
 
-    lax.fori_loop(0, tile // SQUARE, attend_square, 0)
-
-
-def _heads(width: int, channels: int) -> list[slice]:
-    return [slice(at, at + channels) for at in range(0, width, channels)]
-
-
-def _staggered(heads: list[slice], score: Any) -> Iterator[tuple[slice, Any, Any]]:
-    """Weights and sums of one head after the other, each head's scores two heads ahead of them."""
-    scores = {h: score(heads[h]) for h in range(min(2, len(heads)))}
-    weights: dict[int, tuple[Any, Any]] = {}
-    for h in range(len(heads) + 1):
-        if h + 2 < len(heads):
-            scores[h + 2] = score(heads[h + 2])
-        if h < len(heads):
-            top = jnp.max(scores[h], axis=1, keepdims=True)
-            weight = jnp.exp2(scores.pop(h) - top)
-            weights[h] = weight, jnp.sum(weight, axis=1, keepdims=True)
-        if h:
-            yield heads[h - 1], *weights.pop(h - 1)
+    lax.fori_loop(0, tile // SQUARE, attend_square, 0, unroll=2)

@@ -1,8 +1,8 @@
 """Reads the TPU compiler's final schedule of a kernel: loops, branches, cycles.
 
-The compiler writes one VLIW bundle a line. A backward branch closes a loop; a forward branch skips a
-part. Cycles are bundles times how often they run, never below what the matrix units need; waits for
-memory are not in it, so the figure is the compute side alone.
+The compiler writes one VLIW bundle a line. A backward branch closes a loop; a forward branch skips
+a part. Cycles are bundles times how often they run, never below what the matrix units need; waits
+for memory are not in it, so the figure is the compute side alone.
 """
 
 import re
