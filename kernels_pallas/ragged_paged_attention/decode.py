@@ -7,7 +7,7 @@ One grid step. The blocks of keys of all sequences form one list, and a ring of 
           ▲                                       │ last block: the new row joins its page
           └── one tile of rows [K, R, J] ◀────────┘
 
-VMEM: ring · block bytes (1 MiB each, see `_block_pages`), queries and outputs of all sequences.
+VMEM: ring · block bytes (1 MiB each, see `block_pages_of`), queries and outputs of all sequences.
 """
 
 import functools
@@ -64,7 +64,7 @@ def decode_attention(
     _, K, G, C = q_BKGC.shape
     _, _, S, J = pages_PKSJ.shape
     rows = tile_rows(pages_PKSJ.dtype)
-    n = block_pages or _block_pages(pages_PKSJ, page_table_BQ.shape[1])
+    n = block_pages or block_pages_of(pages_PKSJ, page_table_BQ.shape[1])
     kernel = functools.partial(_decode_kernel, window=window, soft_cap=soft_cap)
     vmem, hbm = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
     out, pages = pl.pallas_call(
@@ -96,7 +96,8 @@ def decode_attention(
     return out, pages
 
 
-def _block_pages(pages_PKSJ: Any, pages_per_sequence: int) -> int:
+def block_pages_of(pages_PKSJ: Any, pages_per_sequence: int) -> int:
+    """Pages of one block of keys: about `BLOCK_BYTES`, a multiple of 128 keys, 2048 at most."""
     _, K, S, J = pages_PKSJ.shape
     page_bytes = K * S * J * pages_PKSJ.dtype.itemsize
     keys = min(2048, BLOCK_BYTES // page_bytes * S, pages_per_sequence * S)

@@ -10,7 +10,8 @@ has tokens in it. The grid walks the visits once for each KV head:
       out[T, K·G·C]    ◀── acc / sum, at the last visit of the tile
 
 Blocks of keys behind the last query or before the window are never read; only blocks that hold the
-diagonal, the window's edge or a neighbour's rows are masked.
+diagonal, the window's edge or a neighbour's rows are masked, and of those that end in their first
+half only the half is computed.
 """
 
 import functools
@@ -221,8 +222,8 @@ def _extend_kernel(
     low, high = blocks_of(visit)
     whole = (last - first + 1) == tile
 
-    def attend(slot: Any, seen: Any | None) -> None:
-        kv = ring[slot, :, 0].reshape(block, J)
+    def attend(slot: Any, keys: int, seen: Any | None) -> None:
+        kv = ring[slot, :, 0].reshape(block, J)[:keys]
 
         def scores(g: int) -> Any:
             q = q_TX[:, g * C : (g + 1) * C]
@@ -232,6 +233,16 @@ def _extend_kernel(
         for g in range(G):
             score, ahead = ahead, scores(g + 1) if g + 1 < G else None
             softmax.absorb(score, kv[:, J - C :], max_GTL.at[g], sum_GTL.at[g], acc_GTC.at[g])
+
+    def attend_some(slot: Any, j: Any, keys: int) -> None:
+        """Attend to the first keys of a block, each row to those that it may see."""
+        key = lax.broadcasted_iota(jnp.int32, (tile, keys), 1) + j * block
+        position = lax.broadcasted_iota(jnp.int32, (tile, 1), 0) + zero
+        ours = (position >= first) & (position <= last)
+        seen = key <= jnp.where(ours, position, -1)
+        if window is not None:
+            seen &= key > position - window
+        attend(slot, keys, seen)
 
     def step(j: Any, carry: Any) -> Any:
         i = cursor[0]
@@ -245,21 +256,13 @@ def _extend_kernel(
         if window is not None:
             clear_view &= j * block > last - window
 
-        @pl.when(clear_view)
-        def attend_all() -> None:
-            attend(slot, None)
-
-        @pl.when(jnp.logical_not(clear_view))
-        def attend_some() -> None:
-            key = lax.broadcasted_iota(jnp.int32, (tile, block), 1) + j * block
-            position = lax.broadcasted_iota(jnp.int32, (tile, 1), 0) + zero
-            ours = (position >= first) & (position <= last)
-            limit = jnp.where(ours, position, -1)
-            seen = key <= limit
-            if window is not None:
-                seen &= key > position - window
-            attend(slot, seen)
-
+        pl.when(clear_view)(lambda: attend(slot, block, None))
+        half = block // 2 if block % (2 * LANES) == 0 else block
+        short = last - j * block < half
+        masked = jnp.logical_not(clear_view)
+        pl.when(masked & short)(lambda: attend_some(slot, j, half))
+        if half < block:
+            pl.when(masked & jnp.logical_not(short))(lambda: attend_some(slot, j, block))
         return carry
 
     @pl.when(sequence_V[visit] >= 0)

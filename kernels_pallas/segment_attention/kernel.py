@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from kernels_pallas import online_softmax as softmax
 from kernels_pallas.tiling import LANES
@@ -35,8 +35,8 @@ MAX_HEADS = 8
 
 _NO_SEGMENT = (1 << 31) - 1
 """Above every segment."""
-_NOTHING, _SOME, _ALL = 0, 1, 2
-"""What the queries of a visit see of its keys."""
+_NOTHING, _SOME, _ALL, _FIRST_HALF, _SECOND_HALF = range(5)
+"""What the queries of a visit see of its keys: the halves, and some, are masked by segments."""
 
 
 class SegmentPlan(NamedTuple):
@@ -45,7 +45,7 @@ class SegmentPlan(NamedTuple):
     tile_V: Int32[Array, " V"]
     block_V: Int32[Array, " V"]
     seen_V: Int32[Array, " V"]
-    """0: nothing (a tile of padding); 1: what the segments say; 2: everything."""
+    """0: nothing (a tile of padding); 1: some of the keys; 2: all; 3, 4: some of one half."""
     num_visits: Int32[Array, ""]
     query_1N: Int32[Array, "1 N"]
     """Segment of each query, -2 for padding."""
@@ -74,14 +74,18 @@ def plan_segments(segment_N: Int32[Array, " N"], *, tile: int, block: int) -> Se
     if N % tile or N % block or block % LANES:
         raise ValueError(f"tile {tile} and block {block} do not cut {N} patches; pad to 128s")
     query_low, query_high = _range(segment_N.reshape(-1, tile))
-    key_low, key_high = _range(segment_N.reshape(-1, block))
-    meets = (query_low[:, None] <= key_high) & (query_high[:, None] >= key_low)
+    meets = _meets(query_low, query_high, segment_N.reshape(-1, block))
     none = ~meets.any(axis=1, keepdims=True)
     visited = meets | (none & (jnp.arange(N // block) == 0))
     whole_query = (segment_N.reshape(-1, tile) == query_high[:, None]).all(axis=1)
-    whole_key = (segment_N.reshape(-1, block) == key_high[:, None]).all(axis=1)
-    same = whole_query[:, None] & whole_key & (query_high[:, None] == key_high)
+    key_KB = segment_N.reshape(-1, block)
+    same = whole_query[:, None] & (key_KB == query_high[:, None, None]).all(axis=2)
     seen = jnp.where(meets, jnp.where(same, _ALL, _SOME), _NOTHING)
+    if block % (2 * LANES) == 0:
+        first = _meets(query_low, query_high, key_KB[:, : block // 2])
+        second = _meets(query_low, query_high, key_KB[:, block // 2 :])
+        seen = jnp.where(first & ~second, _FIRST_HALF, seen)
+        seen = jnp.where(second & ~first, _SECOND_HALF, seen)
     order_V = jnp.argsort(~visited.reshape(-1), stable=True)
     num_visits = visited.sum()
     order_V = jnp.where(jnp.arange(order_V.shape[0]) < num_visits, order_V, order_V[num_visits - 1])
@@ -89,6 +93,14 @@ def plan_segments(segment_N: Int32[Array, " N"], *, tile: int, block: int) -> Se
     query_1N = jnp.where(segment_N < 0, -2, segment_N)[None]
     plan = (*visits, num_visits, query_1N, segment_N[None])
     return SegmentPlan(*(x.astype(jnp.int32) for x in plan))
+
+
+def _meets(
+    query_low: Int32[Array, " I"], query_high: Int32[Array, " I"], segment_JB: Int32[Array, "J B"]
+) -> Bool[Array, "I J"]:
+    """Which ranges of query segments may share one with which keys."""
+    key_low, key_high = _range(segment_JB)
+    return (query_low[:, None] <= key_high) & (query_high[:, None] >= key_low)
 
 
 def _range(segment_JB: Int32[Array, "J B"]) -> tuple[Int32[Array, " J"], Int32[Array, " J"]]:
@@ -174,23 +186,28 @@ def _kernel(
         sum_HTL[...] = jnp.zeros_like(sum_HTL)
         acc_HTC[...] = jnp.zeros_like(acc_HTC)
 
-    def attend(seen: Any | None) -> None:
-        ahead = softmax.scores(q_HTC[0], k_HBC[0], seen=seen)
+    def attend(keys: Any, seen: Any | None) -> None:
+        ahead = softmax.scores(q_HTC[0], k_HBC[0, keys], seen=seen)
         for h in range(heads):
             score = ahead
             if h + 1 < heads:
-                ahead = softmax.scores(q_HTC[h + 1], k_HBC[h + 1], seen=seen)
-            softmax.absorb(score, v_HBC[h], max_HTL.at[h], sum_HTL.at[h], acc_HTC.at[h])
+                ahead = softmax.scores(q_HTC[h + 1], k_HBC[h + 1, keys], seen=seen)
+            state = (max_HTL.at[h], sum_HTL.at[h], acc_HTC.at[h])
+            softmax.absorb(score, v_HBC[h, keys], *state)
 
-    @pl.when(seen_V[visit] == _ALL)
-    def attend_all() -> None:
-        attend(None)
-
-    @pl.when(seen_V[visit] == _SOME)
-    def attend_some() -> None:
+    def attend_own(start: Any, size: int) -> None:
+        """Attend to some keys, each query to those of its own segment."""
+        keys = pl.ds(start, size)
         query_TL = jnp.broadcast_to(query_1T[...], (LANES, tile)).T
-        repeats = key_1B.shape[1] // LANES
-        attend(jnp.concatenate([query_TL] * repeats, axis=1) == key_1B[...])
+        query_TB = jnp.concatenate([query_TL] * (size // LANES), axis=1)
+        attend(keys, query_TB == key_1B[:, keys])
+
+    block, seen = key_1B.shape[1], seen_V[visit]
+    pl.when(seen == _ALL)(lambda: attend(pl.ds(0, block), None))
+    pl.when(seen == _SOME)(lambda: attend_own(0, block))
+    if block % (2 * LANES) == 0:
+        start = pl.multiple_of(jnp.where(seen == _FIRST_HALF, 0, block // 2), block // 2)
+        pl.when(seen >= _FIRST_HALF)(lambda: attend_own(start, block // 2))
 
     @pl.when((visit == end - 1) | (tile_V[visit] != tile_V[jnp.minimum(visit + 1, end - 1)]))
     def finish_tile() -> None:

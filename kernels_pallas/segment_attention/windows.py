@@ -66,7 +66,7 @@ def window_attention(
     N, X = q_NX.shape
     if N % SQUARE or X % channels:
         raise ValueError(f"{N} patches of {X} lanes: multiples of {SQUARE} and {channels} needed")
-    heads = _group(X // channels, channels)
+    heads = group_of(X // channels, channels)
     tile = math.gcd(N, TILE)
     run_N = jnp.arange(N, dtype=jnp.int32) // WINDOW
     id_1N = jnp.where(window_N < 0, -1, run_N * N + window_N)[None]
@@ -87,7 +87,7 @@ def window_attention(
     return out
 
 
-def _group(num_heads: int, channels: int) -> int:
+def group_of(num_heads: int, channels: int) -> int:
     """Heads whose lanes fill whole registers; all of them if no fewer do."""
     sizes = (n for n in range(1, num_heads) if num_heads % n == 0 and n * channels % LANES == 0)
     return next(sizes, num_heads)

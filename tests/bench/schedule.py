@@ -13,8 +13,8 @@ _BUNDLE = re.compile(r"^\s*(?:0x)?[0-9a-f]+\s+(LH|LB|LE|PB|PF|CT)?\s*:[\s>]*\{",
 _BRANCH = re.compile(r"sbr\.rel\b.*?target = \$region(\d+)")
 _REGION = re.compile(r"Start region (\d+)|Start/End empty region (\d+)")
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
-LARGE = 40
-"""Bundles from which a part is worth a count of its own."""
+WRAPPER = 0.9
+"""Share of what holds it from which a branch is but a wrapper, always taken."""
 
 
 @dataclass
@@ -34,12 +34,27 @@ class Part:
     def bundles(self) -> int:
         return self.stop - self.start
 
-    def large(self) -> Iterator["Part"]:
-        """Parts worth a count, outermost and first in the program first."""
+    def listed(self, large: int) -> Iterator["Part"]:
+        """Parts of so many bundles, in the order of the program, outer ones before inner ones.
+
+        Inside a branch without matrix operations nothing is listed.
+        """
         for part in self.parts:
-            if part.bundles >= LARGE:
+            wrapper = part.kind == "branch" and part.bundles > WRAPPER * self.bundles
+            if part.bundles >= large and not wrapper:
                 yield part
-            yield from part.large()
+            if wrapper or part.kind == "loop" or part.total_matmuls():
+                yield from part.listed(large)
+
+    def total_matmuls(self) -> int:
+        return self.matmuls + sum(part.total_matmuls() for part in self.parts)
+
+    def loops(self) -> Iterator["Part"]:
+        """All loops inside."""
+        for part in self.parts:
+            if part.kind == "loop":
+                yield part
+            yield from part.loops()
 
     def cycles(self, matmul_cycles: float) -> float:
         own = self.bundles - sum(part.bundles for part in self.parts)
@@ -85,16 +100,18 @@ def parse(text: str, delay: int) -> Part:
     return root
 
 
-def set_times(root: Part, times: Sequence[float]) -> None:
-    """Say how often each large part runs, in the order of `Part.large`.
+def set_times(root: Part, times: Sequence[float], *, large: int, small_loop_times: float) -> None:
+    """Say how often each part runs: those of `large` bundles by `times`, other loops all alike.
 
     Raises:
-        ValueError: Their number is another; the message lists the parts.
+        ValueError: Another number of parts is listed; the message shows them.
     """
-    parts = list(root.large())
+    parts = list(root.listed(large))
     if len(parts) != len(times):
-        listed = ", ".join(f"{p.kind} {p.start}-{p.stop}" for p in parts)
-        raise ValueError(f"{len(times)} counts for {len(parts)} parts: {listed}")
+        shown = ", ".join(f"{p.kind} {p.start}-{p.stop}" for p in parts)
+        raise ValueError(f"{len(times)} counts for {len(parts)} parts: {shown}")
+    for part in root.loops():
+        part.times = small_loop_times
     for part, value in zip(parts, times, strict=True):
         part.times = value
 

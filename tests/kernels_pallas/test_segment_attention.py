@@ -28,22 +28,26 @@ def heads(num: int, patches: int, channels: int, dtype: type = jnp.float32) -> l
     return [jnp.asarray(rng.normal(size=(num, patches, channels)), dtype) for _ in range(3)]
 
 
-def check_segments(id_N: np.ndarray, *, channels: int = 16, dtype: type = jnp.float32) -> None:
+def check_segments(
+    id_N: np.ndarray, *, channels: int = 16, block: int = 128, dtype: type = jnp.float32
+) -> None:
     q, k, v = heads(2, len(id_N), channels, dtype)
     ids = jnp.asarray(id_N, jnp.int32)
-    plan = kernel.plan_segments(ids, tile=128, block=128)
+    plan = kernel.plan_segments(ids, tile=128, block=block)
     scaled = (q.astype(jnp.float32) * kernel.query_scale(channels)).astype(dtype)
-    got = interpret(kernel.segment_attention, scaled, k, v, plan, tile=128, block=128)
+    got = interpret(kernel.segment_attention, scaled, k, v, plan, tile=128, block=block)
     tolerance = FLOAT32_TOLERANCE if dtype == jnp.float32 else BFLOAT16_TOLERANCE
     wanted = dense(q, k, v, ids)
     np.testing.assert_allclose(got.astype(jnp.float32), wanted, atol=tolerance, rtol=tolerance)
 
 
-def test_images_of_one_patch_and_over_several_blocks():
+@pytest.mark.parametrize("block", [128, 256])
+def test_images_of_one_patch_and_over_several_blocks(block):
     # One patch; 255 patches over two blocks; 100 up to inside the third; padding; one image more
     # behind a whole block of padding.
-    sizes = [(0, 1), (1, 255), (2, 100), (-1, 156), (3, 128)]
-    check_segments(np.concatenate([np.full(size, i) for i, size in sizes]))
+    sizes = [(0, 1), (1, 255), (2, 100), (-1, 156), (3, 256)]
+    id_N = np.concatenate([np.full(size, i) for i, size in sizes])
+    check_segments(id_N, block=block)
 
 
 @pytest.mark.parametrize("channels", [64, 72, 80])
@@ -69,7 +73,8 @@ def test_sixteen_images_cost_about_a_sixteenth():
     one = kernel.plan_segments(jnp.zeros(4096, jnp.int32), tile=256, block=512)
     many = kernel.plan_segments(jnp.arange(4096) // 256, tile=256, block=512)
     assert one.num_visits == 128
-    assert many.num_visits == 16  # a block holds two images
+    assert many.num_visits == 16
+    assert set(many.seen_V.tolist()) == {3, 4}  # half of a block each
 
 
 @pytest.mark.parametrize(
