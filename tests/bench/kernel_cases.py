@@ -115,6 +115,7 @@ def extend_case(tokens: int, heads: int, kv_heads: int, page: int) -> Case:
             masked / 2,
             1,
         ),
+        large=80,
         small_loop_times=block // page,
     )
 

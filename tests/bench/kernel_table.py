@@ -45,20 +45,22 @@ def main() -> None:
     args = parser.parse_args()
     if args.worker:
         return _worker(*args.worker)
-    rows = [_HEADER]
+    _print(_HEADER, markdown=args.markdown)
+    if args.markdown:
+        print("|" + "---|" * len(_HEADER))
     for case in cases():
         for topology in args.topology or ["v5e:1x1", "v6e:1x1"]:
             if args.only in case.name:
-                rows.append(_row(case, topology))
-                print("\r" + case.name, topology, end="\033[K", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-    edge = "| " if args.markdown else ""
-    for i, row in enumerate(rows):
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print((edge + (" | " if edge else "  ").join(cells)).rstrip() + (" |" if edge else ""))
-        if edge and i == 0:
-            print("|" + "---|" * len(_HEADER))
+                _print(_row(case, topology), markdown=args.markdown)
+
+
+def _print(row: tuple[str, ...], *, markdown: bool) -> None:
+    """Print a row at once: a table takes minutes."""
+    if markdown:
+        line = "".join(f"| {cell} " for cell in row) + "|"
+    else:
+        line = "  ".join([row[0].ljust(36), *(cell.rjust(10) for cell in row[1:])])
+    print(line, flush=True)
 
 
 def _worker(name: str, topology: str) -> None:
@@ -98,7 +100,7 @@ def _cells(case: Case, chip: str, facts: dict[str, Any], folder: Path) -> tuple[
             root, case.times, large=case.large, small_loop_times=case.small_loop_times
         )
     except ValueError as error:
-        return (case.name, chip, str(error)) + ("",) * 6
+        sys.exit(f"{case.name} on {chip}: {error}")
     seconds = root.cycles(_MATMUL_CYCLES[chip]) / facts["clock"]
     memory, matrix = case.hbm_bytes / facts["bandwidth"], case.flops / facts["flops"]
     vmem, spills = _profile(folder, case.kernel)
