@@ -32,7 +32,7 @@ class PageConfig:
     """Paged KV cache."""
 
     page_size: int = 0
-    """Tokens per page, a power of two from 4 up; 0: 16 on CPU, 128 on TPU."""
+    """Tokens per page, a power of two from 4 up; 0: 64 on CPU, 128 elsewhere."""
     num_pages: int = 0
     """Pages in the pool; 0: what `memory_fraction` leaves after weights and arena."""
     prefix_cache: bool = True
@@ -40,7 +40,7 @@ class PageConfig:
 
     def __post_init__(self) -> None:
         ok = self.page_size == 0 or (self.page_size >= 4 and _power_of_two(self.page_size))
-        _require(ok, f"pages.page_size={self.page_size} is not a power of two from 4 up; use 16")
+        _require(ok, f"pages.page_size={self.page_size} is not a power of two from 4 up; use 64")
         _require(self.num_pages >= 0, f"pages.num_pages={self.num_pages} is negative; use 0")
 
 
@@ -128,8 +128,6 @@ class EngineConfig:
     """Requests queued; one more is refused with Overloaded."""
     memory_fraction: float = 0.6
     """Share of the device's memory for weights, KV pages and arena."""
-    kernels: Literal["auto", "pallas", "portable"] = "auto"
-    """Which implementation of the device ops runs; auto: pallas on TPU, portable elsewhere."""
     on_recompile: Literal["log", "raise"] = "log"
     """What a compile after warm-up does."""
     warmup: bool = True
@@ -170,7 +168,7 @@ def load_config(
         ConfigError: An unknown key (the nearest known one is named) or a value of a wrong type.
     """
     values = _flatten(_read_toml(path)) if path is not None else {}
-    values |= _environment(cls)
+    values |= environment(cls)
     values |= dict(overrides or {})
     return _build(cls, values, "")
 
@@ -207,7 +205,8 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _environment(cls: type) -> dict[str, str]:
+def environment(cls: type) -> dict[str, str]:
+    """Settings of a config dataclass found in `JAXMM_*` variables, by dotted name."""
     names = {f"JAXMM_{name.replace('.', '_').upper()}": name for name in field_names(cls)}
     return {names[key]: value for key, value in os.environ.items() if key in names}
 

@@ -9,10 +9,13 @@
     G  query heads per KV head (H = K * G)     U  feature values of a patch
     H  query heads                             V  vocabulary
     I  items                                   W  patches per window
-    J  lanes of a stored KV or arena row       X  lanes of all query heads (H * C)
+    J  blocks of a lane, or keys of one block  X  encoder width of merged patches (4 E)
     K  KV heads                                Y  lanes of all KV rows of a token (K * J)
     L  layers                                  Z  levels of an arena row (1 + deepstack)
     M  vision rows
+
+In the Pallas TPU kernels J is the lanes of a stored KV or arena row, X the lanes of all query
+heads (H * C).
 
 Array names end in their letters (`text_TD`); annotations spell them (`Float[Array, "T D"]`).
 """

@@ -1,6 +1,6 @@
 """What a caller asks for and what it gets: sampling parameters, requests, results. Host only."""
 
-import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +17,18 @@ MAX_STOP_TOKEN_IDS = 16
 
 
 def _check(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise SamplingError(f"{name}={value!r} is not a number")
     above = value > low if open_low else value >= low
-    if not (math.isfinite(value) and above and value <= high):
+    if not (above and value <= high):  # false for NaN
         bracket = "(" if open_low else "["
         raise SamplingError(f"{name}={value} is outside {bracket}{low}, {high}]")
+
+
+def _check_whole(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise SamplingError(f"{name}={value!r} is not a whole number")
+    _check(name, value, low, high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,33 +65,48 @@ class SamplingParams:
     """Completions to make of the prompt."""
 
     def __post_init__(self) -> None:
-        _check("max_tokens", self.max_tokens, 1, 1 << 30)
-        _check("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_whole("max_tokens", self.max_tokens, 1, 1 << 30)
+        _check_whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check("temperature", self.temperature, 0.0, 100.0)
-        _check("top_k", self.top_k, 0, 1 << 30)
+        _check_whole("top_k", self.top_k, 0, 1 << 30)
         _check("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check("min_p", self.min_p, 0.0, 1.0)
         _check("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check("n", self.n, 1, 128)
+        _check_whole("n", self.n, 1, 128)
         if self.seed is not None:
-            _check("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+            _check_whole("seed", self.seed, -(1 << 63), (1 << 63) - 1)
         if self.logprobs is not None:
-            _check("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            _check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise SamplingError(
                 f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}"
             )
         for token, bias in self.logit_bias.items():
+            _check_whole("logit_bias token", token, 0, 1 << 30)
             _check(f"logit_bias[{token}]", bias, -100.0, 100.0)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise SamplingError(
                 f"stop_token_ids has {len(self.stop_token_ids)} entries; "
                 f"the limit is {MAX_STOP_TOKEN_IDS}"
             )
+        for token in self.stop_token_ids:
+            _check_whole("stop_token_ids entry", token, 0, 1 << 30)
+        if isinstance(self.stop, str) or not all(isinstance(s, str) for s in self.stop):
+            raise SamplingError(f"stop={self.stop!r} is not a tuple of strings")
         if any(not s for s in self.stop):
             raise SamplingError("stop contains an empty string")
+
+    @property
+    def changes_logits(self) -> bool:
+        """Penalties or a bias are set: the request's history matters to its logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or bool(self.logit_bias)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import numpy as np
+import jax.numpy as jnp
 
 LANES = 128
 """Lanes of a vector register and of a tile."""
@@ -10,7 +10,7 @@ LANES = 128
 
 def tile_rows(dtype: Any) -> int:
     """Rows of a register of this type, 8 for 32 bits and 16 for 16: what aligned slices hold."""
-    return 32 // int(np.dtype(dtype).itemsize)
+    return 32 // int(jnp.dtype(dtype).itemsize)
 
 
 def round_up(value: int, multiple: int) -> int:

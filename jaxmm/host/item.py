@@ -23,7 +23,7 @@ class Span(NamedTuple):
     start: int
     stop: int
 
-    def __len__(self) -> int:  # type: ignore[override]  # tokens, not fields
+    def __len__(self) -> int:
         return max(0, self.stop - self.start)
 
 

@@ -1,79 +1,35 @@
-"""What the paged attention kernels must equal: dense attention, one sequence at a time.
+"""Ragged paged attention with every token's keys laid out beside it. Traced."""
 
-Runs eagerly (lengths are read as numbers), in float32.
-"""
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jax import Array
+from jaxtyping import Float
 
-from kernels_pallas.online_softmax import LOG2_E
-from kernels_pallas.ragged_paged_attention.layout import value_lane
+if TYPE_CHECKING:
+    from kernels_pallas.ragged_paged_attention.api import Ragged
 
 
-def attend_one(
-    q_THC: Float[Array, "T H C"],
-    k_LKC: Float[Array, "L K C"],
-    v_LKC: Float[Array, "L K C"],
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
+def paged_attention_reference(
+    q_THC: Float[Array, "T H C"], pages_PJSC: Float[Array, "P J S C"], ragged: "Ragged"
 ) -> Float[Array, "T H C"]:
-    """Causal attention of the last T tokens of one sequence over its L keys."""
-    T, H, C = q_THC.shape
-    L, K, _ = k_LKC.shape
-    q_TKGC = q_THC.astype(jnp.float32).reshape(T, K, H // K, C)
-    score_KGTL = jnp.einsum("TKGC,LKC->KGTL", q_TKGC, k_LKC.astype(jnp.float32)) * scale
-    if soft_cap is not None:
-        score_KGTL = soft_cap * jnp.tanh(score_KGTL / soft_cap)
-    distance_TL = (jnp.arange(T) + L - T)[:, None] - jnp.arange(L)
-    seen_TL = (distance_TL >= 0) & (distance_TL < (L if window is None else window))
-    weight_KGTL = jax.nn.softmax(jnp.where(seen_TL, score_KGTL, -jnp.inf), axis=-1)
-    out_TKGC = jnp.einsum("KGTL,LKC->TKGC", weight_KGTL, v_LKC.astype(jnp.float32))
-    return out_TKGC.reshape(q_THC.shape)
+    """See `ragged_paged_attention`; rows of no sequence are zeros. Z counts the keys of a table."""
+    num_tokens, num_heads, channels = q_THC.shape
+    num_kv = pages_PJSC.shape[1] // 2
+    token_T = jnp.arange(num_tokens)
+    offset_TB = token_T[:, None] - ragged.starts_B
+    live_B = jnp.arange(ragged.starts_B.shape[0]) < ragged.num_sequences
+    owns_TB = (offset_TB >= 0) & (offset_TB < ragged.counts_B) & live_B
+    owner_T = owns_TB.argmax(1)
+    position_T = (ragged.lengths_B - ragged.counts_B + offset_TB)[token_T, owner_T]
 
-
-def ragged_paged_attention(
-    q_THC: Float[Array, "T H C"],
-    new_TKJ: Float[Array, "T K J"],
-    pages_PKSJ: Float[Array, "P K S J"],
-    start_B1: Int32[Array, " B1"],
-    length_B: Int32[Array, " B"],
-    page_table_BQ: Int32[Array, "B Q"],
-    num_sequences: int,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> tuple[Float[Array, "T H C"], Float[Array, "P K S J"]]:
-    """Write the KV rows of a step into their pages, then attend.
-
-    Args:
-        q_THC: Queries, scaled as `layout.query_scale` says, without padding lanes.
-        new_TKJ: KV rows of the step's tokens (`layout`).
-        pages_PKSJ: The pool before the step.
-        start_B1: First token of each sequence in the step, and the end of the last one.
-        length_B: KV tokens of each sequence after the step.
-        page_table_BQ: The pages of each sequence, in order.
-        num_sequences: How many of the B rows are real.
-
-    Returns:
-        float32 outputs (zero for tokens of no sequence) and the pool after the step.
-    """
-    C, S = q_THC.shape[2], pages_PKSJ.shape[2]
-    out_THC = jnp.zeros(q_THC.shape, jnp.float32)
-    for b in range(num_sequences):
-        tokens = slice(int(start_B1[b]), int(start_B1[b + 1]))
-        length = int(length_B[b])
-        slots = jnp.arange(length - (tokens.stop - tokens.start), length)
-        page = page_table_BQ[b, slots // S]
-        pages_PKSJ = pages_PKSJ.at[page, :, slots % S].set(new_TKJ[tokens])
-        rows_LKJ = pages_PKSJ[page_table_BQ[b]].swapaxes(1, 2).reshape(-1, *new_TKJ.shape[1:])
-        k_LKC = rows_LKJ[:length, :, :C]
-        v_LKC = rows_LKJ[:length, :, value_lane(C) : value_lane(C) + C]
-        out_THC = out_THC.at[tokens].set(
-            attend_one(
-                q_THC[tokens], k_LKC, v_LKC, scale=1 / LOG2_E, window=window, soft_cap=soft_cap
-            )
-        )
-    return out_THC, pages_PKSJ
+    kv_TQJSC = pages_PJSC[ragged.tables_BQ[owner_T]].astype(jnp.float32)
+    kv_TJZC = kv_TQJSC.swapaxes(1, 2).reshape(num_tokens, 2 * num_kv, -1, channels)
+    kv_TJZC = jnp.repeat(kv_TJZC, num_heads // num_kv, axis=1)
+    k_THZC, v_THZC = kv_TJZC[:, :num_heads], kv_TJZC[:, num_heads:]
+    scores_THZ = jnp.einsum("THC,THZC->THZ", q_THC.astype(jnp.float32), k_THZC) * channels**-0.5
+    visible_TZ = jnp.arange(scores_THZ.shape[2]) <= position_T[:, None]
+    weights_THZ = jax.nn.softmax(jnp.where(visible_TZ[:, None], scores_THZ, -jnp.inf), axis=-1)
+    out_THC = jnp.einsum("THZ,THZC->THC", weights_THZ, v_THZC)
+    return jnp.where(owns_TB.any(1)[:, None, None], out_THC, 0.0).astype(q_THC.dtype)

@@ -1,1 +1,5 @@
-"""Vision rows from the arena into the text embeddings of a step, in place."""
+"""Vision rows into the embeddings of a step."""
+
+from kernels_pallas.scatter_rows.api import scatter_rows
+
+__all__ = ["scatter_rows"]

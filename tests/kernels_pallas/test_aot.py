@@ -1,5 +1,6 @@
 """The kernels compile for every TPU generation, in place and without copies, alone and sharded."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -11,7 +12,10 @@ from tests import aot
 from tests.bench import kernel_cases
 from tests.bench.kernel_cases import Case
 
-pytestmark = pytest.mark.aot
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is for Linux on x86-64"),
+]
 
 SERVED = [
     kernel_cases.decode_case(64, 28, 4, 128),

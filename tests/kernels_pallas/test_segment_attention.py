@@ -1,107 +1,119 @@
-"""Segment and window attention in the TPU interpreter, against dense attention."""
+"""Segment and window attention: the reference by hand, the portable form by the reference."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kernels_pallas.segment_attention import kernel, windows
-from tests.kernels_pallas.interpreter import interpret
+from kernels_pallas.segment_attention import portable, reference
+from kernels_pallas.segment_attention.api import segment_attention, window_attention
 
-FLOAT32_TOLERANCE = 2e-5
-"""Sums of up to 256 products in another order."""
-BFLOAT16_TOLERANCE = 2e-2
-"""Weights and outputs are rounded to 8 bits; outputs are below 4."""
+# float32, sums of at most 64 terms in another order
+ABSOLUTE = 2e-5
 
-
-def dense(q_HNC: jax.Array, k_HNC: jax.Array, v_HNC: jax.Array, id_N: jax.Array) -> jax.Array:
-    """Softmax over the whole lane, hidden where segments differ; zeros for padding."""
-    q, k, v = (x.astype(jnp.float32) for x in (q_HNC, k_HNC, v_HNC))
-    same_NN = (id_N[:, None] == id_N) & (id_N[:, None] >= 0)
-    score = jnp.where(same_NN, jnp.einsum("hnc,hmc->hnm", q, k) * q.shape[-1] ** -0.5, -jnp.inf)
-    weight = jnp.where(same_NN, jax.nn.softmax(score, axis=-1), 0.0)
-    return jnp.einsum("hnm,hmc->hnc", weight, v)
+NUM = 64
 
 
-def heads(num: int, patches: int, channels: int, dtype: type = jnp.float32) -> list[jax.Array]:
-    rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=(num, patches, channels)), dtype) for _ in range(3)]
+def random_qkv(num: int = NUM, heads: int = 2, channels: int = 8) -> tuple[np.ndarray, ...]:
+    random = np.random.default_rng(num)
+    return tuple(random.standard_normal((num, heads, channels), np.float32) for _ in range(3))
 
 
-def check_segments(
-    id_N: np.ndarray, *, channels: int = 16, block: int = 128, dtype: type = jnp.float32
-) -> None:
-    q, k, v = heads(2, len(id_N), channels, dtype)
-    ids = jnp.asarray(id_N, jnp.int32)
-    plan = kernel.plan_segments(ids, tile=128, block=block)
-    scaled = (q.astype(jnp.float32) * kernel.query_scale(channels)).astype(dtype)
-    got = interpret(kernel.segment_attention, scaled, k, v, plan, tile=128, block=block)
-    tolerance = FLOAT32_TOLERANCE if dtype == jnp.float32 else BFLOAT16_TOLERANCE
-    wanted = dense(q, k, v, ids)
-    np.testing.assert_allclose(got.astype(jnp.float32), wanted, atol=tolerance, rtol=tolerance)
+def test_reference_on_numbers_worked_out_by_hand() -> None:
+    # one channel, so the scale is 1; scores are q * k
+    # patch 0 and 1 are one segment: query 0 is 0, weights 1/2, 1/2: (2 + 6) / 2 = 4
+    #   query 1 is ln 3, keys 0 and 1: weights e^0 : e^(ln 3) = 1/4, 3/4: 2/4 + 18/4 = 5
+    # patch 2 is padding: 0; patch 3 is alone: its own value, 7
+    q, k, v = ([0.0, np.log(3.0), 5.0, 2.0], [0.0, 1.0, 1.0, 3.0], [2.0, 6.0, 100.0, 7.0])
+    arrays = [jnp.array(x, jnp.float32).reshape(4, 1, 1) for x in (q, k, v)]
+    segment_N = jnp.array([0, 0, -1, 1], jnp.int32)
+    out = segment_attention(*arrays, segment_N, implementation="reference")
+    np.testing.assert_allclose(out.ravel(), [4.0, 5.0, 0.0, 7.0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("block", [128, 256])
-def test_images_of_one_patch_and_over_several_blocks(block):
-    # One patch; 255 patches over two blocks; 100 up to inside the third; padding; one image more
-    # behind a whole block of padding.
-    sizes = [(0, 1), (1, 255), (2, 100), (-1, 156), (3, 256)]
-    id_N = np.concatenate([np.full(size, i) for i, size in sizes])
-    check_segments(id_N, block=block)
+def test_reference_window_numbers_mean_something_only_inside_their_block() -> None:
+    # blocks of two; the same number 0 in both blocks: two windows, each the mean of its values
+    zeros = jnp.zeros((4, 1, 1), jnp.float32)
+    v = jnp.array([1.0, 3.0, 10.0, 20.0], jnp.float32).reshape(4, 1, 1)
+    window_N = jnp.zeros(4, jnp.int32)
+    out = window_attention(zeros, zeros, v, window_N, implementation="reference", block=2)
+    np.testing.assert_allclose(out.ravel(), [2.0, 2.0, 15.0, 15.0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("channels", [64, 72, 80])
-def test_channels_of_the_encoders_in_bfloat16(channels):
-    id_N = np.repeat([0, 1], [200, 56])
-    check_segments(id_N, channels=channels, dtype=jnp.bfloat16)
+@st.composite
+def segments(draw: st.DrawFn) -> np.ndarray:
+    """Segments of a lane, with padding inside and behind them."""
+    segment_N = np.full(NUM, -1, np.int32)
+    start = 0
+    for segment in range(draw(st.integers(0, 5))):
+        stop = min(NUM, start + draw(st.integers(1, 30)))
+        segment_N[start:stop] = segment
+        start = stop
+    holes = draw(st.lists(st.integers(0, NUM - 1), max_size=20))
+    segment_N[holes] = -1
+    return segment_N
 
 
-def test_images_that_fill_blocks_are_visited_once_each_and_unmasked():
-    plan = kernel.plan_segments(jnp.repeat(jnp.arange(4), 128), tile=128, block=128)
-    assert plan.num_visits == 4
-    np.testing.assert_array_equal(plan.tile_V[:4], plan.block_V[:4])
-    np.testing.assert_array_equal(plan.seen_V[:4], 2)
+jit_portable = jax.jit(portable.segment_attention, static_argnames="block")
+jit_window = jax.jit(portable.window_attention, static_argnames="block")
+jit_reference = jax.jit(reference.segment_attention)
+jit_reference_window = jax.jit(reference.window_attention, static_argnames="block")
 
 
-def test_a_lane_of_padding_has_one_empty_visit_a_tile():
-    plan = kernel.plan_segments(jnp.full(512, -1), tile=128, block=256)
-    assert plan.num_visits == 4
-    np.testing.assert_array_equal(plan.seen_V, 0)
+@settings(deadline=None)
+@given(segment_N=segments(), block=st.sampled_from([4, 8, 48]))
+def test_portable_equals_reference(segment_N: np.ndarray, block: int) -> None:
+    expected = jit_reference(*random_qkv(), segment_N)
+    out = jit_portable(*random_qkv(), segment_N, block=block)
+    np.testing.assert_allclose(out, expected, atol=ABSOLUTE, rtol=0)
 
 
-def test_sixteen_images_cost_about_a_sixteenth():
-    one = kernel.plan_segments(jnp.zeros(4096, jnp.int32), tile=256, block=512)
-    many = kernel.plan_segments(jnp.arange(4096) // 256, tile=256, block=512)
-    assert one.num_visits == 128
-    assert many.num_visits == 16
-    assert set(many.seen_V.tolist()) == {3, 4}  # half of a block each
+@settings(deadline=None)
+@given(window_N=st.lists(st.integers(-1, 3), min_size=NUM, max_size=NUM))
+def test_portable_windows_equal_reference(window_N: list[int]) -> None:
+    window = np.array(window_N, np.int32)
+    expected = jit_reference_window(*random_qkv(), window, block=16)
+    out = np.array(jit_window(*random_qkv(), window, block=16))
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(out[window >= 0], expected[window >= 0], atol=ABSOLUTE, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("channels", "dtype"), [(80, jnp.float32), (64, jnp.bfloat16), (72, jnp.bfloat16)]
-)
-def test_ragged_windows_with_numbers_used_again(channels, dtype):
-    # Runs of 64: one full window; 40 and 24; 10, 20 and padding; padding between windows.
-    runs = [[(0, 64)], [(0, 40), (1, 24)], [(5, 10), (0, 20), (-1, 34)], [(1, 7), (-1, 50), (0, 7)]]
-    window_N = np.concatenate([np.full(size, w) for run in runs for w, size in run])
-    q, k, v = heads(2, 256, channels, dtype)
-    scaled = (q.astype(jnp.float32) * kernel.query_scale(channels)).astype(dtype)
-    flat = [x.swapaxes(0, 1).reshape(256, -1) for x in (scaled, k, v)]
-    got = interpret(
-        windows.window_attention, *flat, jnp.asarray(window_N, jnp.int32), channels=channels
+def test_large_scores_stay_finite() -> None:
+    q, k, v = random_qkv()
+    segment_N = np.repeat(np.arange(2, dtype=np.int32), NUM // 2)
+    out = jit_portable(1e4 * q, 1e4 * k, v, segment_N, block=8)
+    assert np.isfinite(out).all()
+
+
+def test_bfloat16_in_gives_bfloat16_out_with_float32_sums() -> None:
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in random_qkv())
+    segment_N = jnp.zeros(NUM, jnp.int32)
+    expected = segment_attention(
+        *(x.astype(jnp.float32) for x in (q, k, v)), segment_N, implementation="reference"
     )
-    ids = jnp.where(window_N < 0, -1, np.arange(256) // 64 * 256 + window_N)
-    wanted = dense(q, k, v, ids).swapaxes(0, 1)
-    tolerance = FLOAT32_TOLERANCE if dtype == jnp.float32 else BFLOAT16_TOLERANCE
-    real = window_N >= 0
-    got_NHC = got.reshape(wanted.shape).astype(jnp.float32)
-    np.testing.assert_allclose(got_NHC[real], wanted[real], atol=tolerance, rtol=tolerance)
-    assert np.isfinite(got_NHC).all()
+    out = jit_portable(q, k, v, segment_N, block=16)
+    assert out.dtype == jnp.bfloat16
+    # two roundings to 8 bits, of weights and of the result, at values below 1
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=2**-7, rtol=0)
 
 
-def test_lanes_that_cannot_be_cut_are_refused():
-    with pytest.raises(ValueError, match="cut 192 patches"):
-        kernel.plan_segments(jnp.zeros(192, jnp.int32), tile=64, block=64)
-    x = jnp.zeros((64, 32))
-    with pytest.raises(ValueError, match="64 patches"):
-        windows.window_attention(x, x, x, jnp.zeros(64, jnp.int32), channels=16)
+def test_lane_that_is_no_multiple_of_the_block_is_refused_for_windows() -> None:
+    with pytest.raises(ValueError, match="64 patches is no multiple of block=48"):
+        window_attention(
+            *map(jnp.asarray, random_qkv()),
+            jnp.zeros(NUM, jnp.int32),
+            implementation="portable",
+            block=48,
+        )
+
+
+def test_temporary_memory_grows_with_the_lane_not_with_its_square() -> None:
+    def temporary_bytes(num: int) -> int:
+        array = jax.ShapeDtypeStruct((num, 1, 8), jnp.float32)
+        segment = jax.ShapeDtypeStruct((num,), jnp.int32)
+        compiled = jax.jit(portable.segment_attention).lower(array, array, array, segment).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(16384) < 6 * temporary_bytes(4096)

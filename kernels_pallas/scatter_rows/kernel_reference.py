@@ -1,4 +1,4 @@
-"""What `scatter_rows` must equal."""
+"""What `kernel.scatter_rows` must equal. Traced."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32

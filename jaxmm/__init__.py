@@ -1,0 +1,58 @@
+"""jaxmm: vision-language models served on JAX, for TPUs first.
+
+    import jaxmm
+    print(jaxmm.generate("What is in the picture?", images="cat.jpg").text)
+
+Importing this package is cheap; jax is loaded with the first name that needs it. Host only.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxmm.api import agenerate, generate
+    from jaxmm.config import EngineConfig, load_config
+    from jaxmm.engine import Engine
+    from jaxmm.errors import JaxmmError
+    from jaxmm.request import Completion, Delta, Request, Result, SamplingParams, Usage
+    from jaxmm.start import default_model
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "agenerate": "jaxmm.api",
+    "generate": "jaxmm.api",
+    "EngineConfig": "jaxmm.config",
+    "load_config": "jaxmm.config",
+    "Engine": "jaxmm.engine",
+    "JaxmmError": "jaxmm.errors",
+    "Completion": "jaxmm.request",
+    "Delta": "jaxmm.request",
+    "Request": "jaxmm.request",
+    "Result": "jaxmm.request",
+    "SamplingParams": "jaxmm.request",
+    "Usage": "jaxmm.request",
+    "default_model": "jaxmm.start",
+}
+
+__all__ = [
+    "Completion",
+    "Delta",
+    "Engine",
+    "EngineConfig",
+    "JaxmmError",
+    "Request",
+    "Result",
+    "SamplingParams",
+    "Usage",
+    "agenerate",
+    "default_model",
+    "generate",
+    "load_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxmm' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,101 @@
+"""What a request in progress has produced, and how it is told to the caller. Host only."""
+
+from collections.abc import Callable, Set
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+from jaxmm.errors import JaxmmError
+from jaxmm.host.detokenize import Detokenizer
+from jaxmm.host.sequence import Sequence
+from jaxmm.request import Delta, FinishReason, Request, TokenLogprob, Usage
+
+OnEvent = Callable[[Delta | JaxmmError], None]
+"""Called on the engine's thread; must not block. An error ends the request."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request in progress: its sequences, and the text of each."""
+
+    request: Request
+    on_event: OnEvent
+    sequences: tuple[Sequence, ...]
+    detokenizers: tuple[Detokenizer, ...]
+    eos_ids: Set[int]
+    num_open: int = field(init=False)
+    """Completions that are not finished."""
+
+    def __post_init__(self) -> None:
+        self.num_open = len(self.sequences)
+
+    @classmethod
+    def start(
+        cls,
+        request: Request,
+        sequences: tuple[Sequence, ...],
+        on_event: OnEvent,
+        *,
+        token_bytes: Tokens[bytes],
+        special_ids: Set[int],
+        eos_ids: Tokens[int],
+    ) -> "Answer":
+        """Begin with nothing said."""
+        params = request.sampling
+        detokenizers = tuple(Detokenizer(token_bytes, special_ids, params.stop) for _ in sequences)
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_ids))
+        return cls(request, on_event, sequences, detokenizers, ends)
+
+    def take(
+        self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None
+    ) -> FinishReason | None:
+        """Tell the caller about a token that the sequence has just got.
+
+        Returns:
+            Why the completion ends with this token, or None.
+        """
+        detokenizer = self.detokenizers[sequence.index]
+        ends = token_id in self.eos_ids
+        # a stop id that is an ordinary token is not part of the text either
+        text, stopped = detokenizer.push(() if ends else (token_id,))
+        reason: FinishReason | None = "stop" if ends or stopped else None
+        if reason is None and sequence.is_full:
+            reason = "length"
+        if reason is not None and not stopped:
+            text += detokenizer.finish()
+        self._tell(sequence, text, (token_id,), logprob, reason)
+        return reason
+
+    def end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Tell the caller that a completion ends without a further token."""
+        self._tell(sequence, self.detokenizers[sequence.index].finish(), (), None, reason)
+
+    def usage(self) -> Usage:
+        """Tokens so far, of all completions."""
+        prompt = self.sequences[0].prompt
+        return Usage(
+            prompt_tokens=prompt.num_tokens,
+            image_tokens=sum(item.num_rows for item in prompt.items),
+            cached_tokens=self.sequences[0].num_cached,
+            completion_tokens=sum(len(s.output_ids) for s in self.sequences),
+        )
+
+    def _tell(
+        self,
+        sequence: Sequence,
+        text: str,
+        token_ids: tuple[int, ...],
+        logprob: TokenLogprob | None,
+        reason: FinishReason | None,
+    ) -> None:
+        self.num_open -= reason is not None
+        self.on_event(
+            Delta(
+                id=self.request.id,
+                index=sequence.index,
+                text=text,
+                token_ids=token_ids,
+                logprobs=None if logprob is None else (logprob,),
+                finish_reason=reason,
+                usage=self.usage() if reason is not None else None,
+            )
+        )

@@ -1,0 +1,199 @@
+"""Compiles each step for each bucket, ahead of time, and keeps the executables. Host only.
+
+An executable is stored in the compile cache directory under a digest of all that went into it:
+the traced source, the shapes, the settings, the versions and the machine. A warm start reads it
+back without tracing anything.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import platform
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib.version
+from jax.experimental import serialize_executable
+from tqdm import tqdm
+
+from jaxmm.device.ledger import CompileLedger, CompileRecord
+
+logger = logging.getLogger(__name__)
+
+Executable = Callable[..., Any]
+Lower = Callable[[], jax.stages.Lowered]
+Key = tuple[str, int]
+"""Step and size."""
+
+_DIGEST_BYTES = 32
+_TRACED = ("jaxmm/device", "jaxmm/models", "jaxmm/host/batch.py", "kernels_pallas")
+
+
+class Executables:
+    """Executables by (step, size). A lookup never compiles."""
+
+    def __init__(self, ledger: CompileLedger, cache_dir: str, fingerprint: str) -> None:
+        """Start empty.
+
+        Args:
+            ledger: Told of each executable.
+            cache_dir: Where they are kept between starts; empty for nowhere.
+            fingerprint: What beside step, size, source and machine tells them apart: the model's
+                dimensions and the engine's sizes.
+        """
+        self._ledger = ledger
+        self._directory = Path(cache_dir).expanduser() if cache_dir else None
+        self._fingerprint = fingerprint
+        self._table: dict[Key, Future[Executable]] = {}
+        # one thread: two that load executables take five times as long (LLVM's linker)
+        self._restorer = ThreadPoolExecutor(1, thread_name_prefix="jaxmm-restore")
+
+    def __getitem__(self, key: Key) -> Executable:
+        """The executable; waits where it is still being read from the cache."""
+        return self._table[key].result()
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def warm_up(self, lowers: dict[Key, Lower], *, progress: bool) -> None:
+        """Make every executable.
+
+        Those that the cache lacks are compiled side by side, and waited for. Those that it has
+        are read back on a thread of their own, smallest first: serving can begin meanwhile.
+
+        Args:
+            lowers: For each (step, size) a function that traces and lowers it.
+            progress: Show a bar.
+        """
+        workers = max(1, min(8, os.cpu_count() or 1))
+        compiling: list[Future[Executable]] = []
+        with ThreadPoolExecutor(workers, thread_name_prefix="jaxmm-compile") as pool:
+            for key in sorted(lowers, key=lambda key: key[1]):
+                blob = self._read(key)
+                if blob is not None:
+                    restored = self._restorer.submit(self._restore, key, blob, lowers[key])
+                    self._table[key] = restored
+            # largest first: the longest compile must not be the last to start
+            for key in sorted(lowers.keys() - self._table.keys(), key=lambda key: -key[1]):
+                self._table[key] = pool.submit(self._compile, key, lowers[key])
+                compiling.append(self._table[key])
+            done = as_completed(compiling)
+            total, off = len(compiling), not (progress and compiling)
+            for future in tqdm(done, desc="compile", total=total, unit="step", disable=off):
+                future.result()
+
+    def settle(self) -> None:
+        """Wait until every executable is there."""
+        for future in self._table.values():
+            future.result()
+
+    def close(self) -> None:
+        """Stop reading back what nobody will use."""
+        self._restorer.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, key: Key) -> bytes | None:
+        path = self._path(key)
+        return None if path is None else _read_entry(path)
+
+    def _restore(self, key: Key, blob: bytes, lower: Lower) -> Executable:
+        start = time.perf_counter()
+        executable = _load(blob)
+        if executable is None:
+            return self._compile(key, lower)
+        self._note(key, start, restored=True)
+        return executable
+
+    def _compile(self, key: Key, lower: Lower) -> Executable:
+        start = time.perf_counter()
+        compiled = lower().compile()
+        path = self._path(key)
+        if path is not None:
+            _store(path, compiled)
+        self._note(key, start, restored=False)
+        return compiled
+
+    def _note(self, key: Key, start: float, *, restored: bool) -> None:
+        seconds = time.perf_counter() - start
+        step, size = key
+        self._ledger.add(
+            CompileRecord(phase="warmup", step=step, size=size, seconds=seconds, restored=restored)
+        )
+
+    def _path(self, key: Key) -> Path | None:
+        if self._directory is None:
+            return None
+        text = f"{key}|{self._fingerprint}|{_machine()}|{_source_digest()}"
+        return self._directory / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.exe"
+
+
+def _store(path: Path, compiled: jax.stages.Compiled) -> None:
+    """Write an executable; a full or read-only disk costs the next start its time, no more."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        blob = pickle.dumps(serialize_executable.serialize(compiled))
+        temporary.write_bytes(hashlib.sha256(blob).digest() + blob)
+        temporary.replace(path)
+    except (OSError, ValueError, NotImplementedError) as e:
+        logger.warning("compile cache not written path=%s error=%s", path, e)
+
+
+def _read_entry(path: Path) -> bytes | None:
+    """Read an entry; None when there is none, or it is damaged (it could be in machine code)."""
+    try:
+        entry = path.read_bytes()
+    except OSError:
+        return None
+    digest, blob = entry[:_DIGEST_BYTES], entry[_DIGEST_BYTES:]
+    if hashlib.sha256(blob).digest() != digest:
+        logger.warning("compile cache entry damaged path=%s", path)
+        return None
+    return blob
+
+
+def _load(blob: bytes) -> Executable | None:
+    """Turn an entry into an executable; None when this machine or version cannot."""
+    try:
+        executable: Executable = serialize_executable.deserialize_and_load(*pickle.loads(blob))
+    except (pickle.UnpicklingError, EOFError, ValueError, jax.errors.JaxRuntimeError) as e:
+        logger.warning("compile cache entry unusable error=%s", e)
+        return None
+    return executable
+
+
+@functools.cache
+def _machine() -> str:
+    """Versions, flags, devices and processor."""
+    flags = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
+    devices = ",".join(f"{d.platform}:{d.device_kind}" for d in jax.devices())
+    return f"{jax.__version__}|{jaxlib.version.__version__}|{flags}|{devices}|{_processor()}"
+
+
+def _processor() -> str:
+    """What decides which instructions the compiler may use."""
+    try:
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor()
+    return "".join(
+        sorted({line for line in info.splitlines() if line.startswith(("flags", "model"))})
+    )
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Digest of all source that is traced."""
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for name in _TRACED:
+        place = root / name
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(path.relative_to(root).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

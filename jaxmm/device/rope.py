@@ -1,0 +1,39 @@
+"""Rotary embedding of pairs half a head apart. Traced."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+
+class Rope(NamedTuple):
+    """Tables of a step, float32, made once and read by every layer."""
+
+    cos_TX: Float[Array, "T X"]
+    """X is C/2."""
+    sin_T2X: Float[Array, "T 2 X"]
+    """Minus the sine for the first half of a head, plus it for the second."""
+
+    @classmethod
+    def of(cls, angle_TX: Float[Array, "T X"]) -> "Rope":
+        """Tables of each token's C/2 angles."""
+        sin_TX = jnp.sin(angle_TX)
+        tables = cls(jnp.cos(angle_TX), jnp.stack([-sin_TX, sin_TX], axis=1))
+        return lax.optimization_barrier(tables)  # else XLA computes them again in each layer
+
+
+def rotate(x_THC: Float[Array, "T H C"], rope: Rope) -> Float[Array, "T H C"]:
+    """Rotate channel i with channel i + C/2 (arXiv:2104.09864, GPT-NeoX's half-split form).
+
+    Returns:
+        The rotated heads in x's dtype, computed in float32.
+    """
+    num_tokens, num_heads, channels = x_THC.shape
+    halves_TH2X = x_THC.astype(jnp.float32).reshape(num_tokens, num_heads, 2, channels // 2)
+    # Reversing an axis of two swaps the halves without a concatenation, which XLA's CPU backend
+    # computes element by element.
+    turned_TH2X = (
+        halves_TH2X * rope.cos_TX[:, None, None] + halves_TH2X[:, :, ::-1] * rope.sin_T2X[:, None]
+    )
+    return turned_TH2X.reshape(x_THC.shape).astype(x_THC.dtype)

@@ -1,0 +1,104 @@
+"""The ladders of static sizes: step tokens and lane patches. Host only.
+
+Everything the device runs has a size from these ladders, so everything can be compiled at start.
+Small sizes double from rung to rung; large ones are closer, since there padding is real work.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxmm.errors import ConfigError, MediaTooLarge
+
+_TOKEN_STEP = 64  # distance of token rungs from 128 up, on machines where padding is dear
+_MIDDLE = 96  # a rung between 64 and 128
+_PATCH_ALIGN = 64  # a window of 8 x 8 patches
+_LARGE_LANE = 1024  # patches from which an eighth of padding would be felt
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Next multiple of `multiple` at or above `value`."""
+    return -(-value // multiple) * multiple
+
+
+def token_rungs(low: int, high: int, *, dense: bool) -> tuple[int, ...]:
+    """Rungs of step tokens.
+
+    Args:
+        low: Lowest rung.
+        high: Highest rung at least; rounded up to a rung.
+        dense: Rungs 64 apart from 128 up (for devices without idle compute); else powers of two.
+    """
+    rungs, rung = [], 1
+    while rung < low:
+        rung *= 2
+    while rung < high and not (dense and rung >= 2 * _TOKEN_STEP):
+        rungs.append(rung)
+        rung *= 2
+    if dense and rung >= 2 * _TOKEN_STEP:
+        if low <= _MIDDLE:
+            rungs.append(_MIDDLE)
+        if high > _MIDDLE:
+            top = max(rung, round_up(high, _TOKEN_STEP))
+            rungs.extend(range(rung, top + 1, _TOKEN_STEP))
+    else:
+        rungs.append(rung)
+    return tuple(sorted(set(rungs)))
+
+
+def patch_rungs(low: int, high: int, *, dense: bool) -> tuple[int, ...]:
+    """Rungs of lane patches, multiples of 64: closer together when dense.
+
+    Args:
+        low: Lowest rung, rounded up to a multiple of 64.
+        high: Highest rung at least.
+        dense: Four rungs an octave, eight from 1024 up, for devices without idle compute; else two.
+    """
+    steps = 4 if dense else 2
+    rungs = [round_up(low, _PATCH_ALIGN)]
+    base = rungs[0]
+    while rungs[-1] < high:
+        parts = steps * 2 if base >= _LARGE_LANE and dense else steps
+        for i in range(1, parts + 1):
+            rung = round_up(base + base * i // parts, _PATCH_ALIGN)
+            if rungs[-1] < high and rung > rungs[-1]:
+                rungs.append(min(rung, max(round_up(high, _PATCH_ALIGN), rungs[-1] + _PATCH_ALIGN)))
+        base *= 2
+    return tuple(rungs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """The two ladders of one engine."""
+
+    tokens: tuple[int, ...]
+    patches: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "patches"):
+            rungs: Sequence[int] = getattr(self, name)
+            if not rungs or list(rungs) != sorted(set(rungs)):
+                raise ConfigError(f"buckets: {name} rungs {list(rungs)} do not ascend")
+
+    def step_tokens(self, num_tokens: int) -> int:
+        """Rung for a step of `num_tokens`; the scheduler keeps within the top rung."""
+        return self.tokens[bisect_left(self.tokens, num_tokens)]
+
+    def lane_patches(self, num_patches: int) -> int:
+        """Rung for a lane of `num_patches`.
+
+        Raises:
+            MediaTooLarge: Above the top rung.
+        """
+        if num_patches > self.patches[-1]:
+            raise MediaTooLarge(
+                f"an image takes {num_patches} patches in the encoder; the limit is "
+                f"{self.patches[-1]}. Send a smaller image, lower max_pixels, or raise "
+                "buckets.max_patches_per_step."
+            )
+        return self.patches[bisect_left(self.patches, num_patches)]
+
+    @property
+    def num_executables(self) -> int:
+        """Executables that warm-up makes: each rung of both ladders, and the prime step."""
+        return len(self.tokens) + len(self.patches) + 1

@@ -1,0 +1,252 @@
+"""Chat messages to token ids, through the checkpoint's own template. Host only."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxmm.errors import ModelError, PlaceholderError, RequestError
+from jaxmm.host.messages import Turn, read_messages, read_text
+from jaxmm.host.special_tokens import SpecialTokens, unused_character
+from jaxmm.host.token_bytes import bytes_of_tokens
+
+_DEFAULT_PLACEHOLDER = "<|image_pad|>"
+_PROBE = "probe"
+
+
+class EncodedChat(NamedTuple):
+    """A rendered conversation, its images not yet expanded."""
+
+    ids: npt.NDArray[np.int64]
+    """int64[T0]: one placeholder id for each image."""
+    slots: npt.NDArray[np.int64]
+    """int64[I]: index into `ids` of each image's placeholder, in the order of the image parts."""
+
+
+class ChatTokenizer:
+    """Tokenizer and chat template of one checkpoint.
+
+    Special tokens come from the template alone. What a caller's text spells, in any turn, is
+    encoded as plain text: it binds no image, ends no turn and opens none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        template: str | None,
+        placeholder: str = _DEFAULT_PLACEHOLDER,
+        eos_ids: Sequence[int] = (),
+    ) -> None:
+        """Take over a transformers tokenizer; its backend is changed and must not be shared.
+
+        Args:
+            tokenizer: One with a `tokenizers` backend.
+            template: Jinja source; None for a checkpoint without one.
+            placeholder: Spelling of the token that marks an image's place.
+            eos_ids: Ids that end an answer.
+
+        Raises:
+            ModelError: The tokenizer cannot be used for chat; the message says why.
+        """
+        self._tokenizer = tokenizer
+        self._template = template
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._specials = SpecialTokens(_protect(self._backend, placeholder))
+        self._check_segmentation()
+        self.placeholder_id: int | None = self._specials.ids.get(placeholder)
+        self.eos_ids: tuple[int, ...] = tuple(eos_ids)
+        self.special_ids: frozenset[int] = frozenset(self._specials.ids.values())
+        self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        """One more than the largest id. Embeddings may have more rows: never sample those."""
+        self._takes_parts = self._shows([{"type": "text", "text": _PROBE}])
+        self._takes_strings = self._shows(_PROBE)
+
+    @classmethod
+    def from_checkpoint(cls, directory: str | Path) -> "ChatTokenizer":
+        """Load a Hugging Face directory; needs no torch and no network.
+
+        Raises:
+            ModelError: No tokenizer there, or one that cannot be used.
+        """
+        # transformers would advise every user to install torch, which jaxmm has no need of
+        logging.getLogger("transformers").addFilter(_is_not_about_torch)
+        from transformers import AutoTokenizer  # over a second of imports, wanted only here
+
+        directory = Path(directory)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError) as e:
+            raise ModelError(f"no tokenizer can be loaded from {str(directory)!r}: {e}") from e
+        config = _read_json(directory / "config.json")
+        image_id = config.get("image_token_id")
+        placeholder = None if image_id is None else tokenizer.convert_ids_to_tokens(image_id)
+        return cls(
+            tokenizer,
+            template=_find_template(directory, tokenizer),
+            placeholder=placeholder or _DEFAULT_PLACEHOLDER,
+            eos_ids=_find_eos_ids(directory, config, tokenizer),
+        )
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> EncodedChat:
+        """Render a conversation, opened for the assistant's answer, and encode it.
+
+        Args:
+            messages: Turns as `jaxmm.request.Request.messages` describes them.
+
+        Raises:
+            PlaceholderError: The template does not place each image once.
+            RequestError: No template, or messages that it cannot take.
+        """
+        if self._template is None:
+            raise RequestError(
+                "this model has no chat template; send a raw prompt, or add chat_template.jinja "
+                "to its directory"
+            )
+        turns = read_messages(messages)
+        texts = [part for turn in turns for part in turn.parts if part is not None]
+        mark = unused_character([self._template, *texts])
+        rendered = self._render(
+            [{"role": t.role, "content": self._content(t, mark)} for t in turns]
+        )
+        ids, slots = self._encode(rendered, mark)
+        num_images = sum(part is None for turn in turns for part in turn.parts)
+        if len(slots) != num_images:
+            raise PlaceholderError(
+                f"the messages have {num_images} images and the chat template placed {len(slots)}"
+            )
+        return EncodedChat(np.array(ids, np.int64), np.array(slots, np.int64))
+
+    def encode_text(self, text: str) -> npt.NDArray[np.int64]:
+        """Encode a raw prompt, int64[T]; a special token that it spells is plain text here too.
+
+        Raises:
+            RequestError: The text cannot be encoded.
+        """
+        self._plain(read_text("the prompt", text))
+        # again, with what the tokenizer itself puts around a text (a beginning-of-text id)
+        return np.array(self._backend.encode(text, add_special_tokens=True).ids, np.int64)
+
+    @cached_property
+    def token_bytes(self) -> tuple[bytes, ...]:
+        """UTF-8 bytes that each id stands for, [vocab_size]; a character may span several ids.
+
+        Raises:
+            ModelError: The tokenizer is not byte-level.
+        """
+        return bytes_of_tokens(self._backend, self.vocab_size)
+
+    def _content(self, turn: Turn, mark: str) -> Any:
+        """Give the turn's content in a form that the template takes, the caller's if it does."""
+        shielded = [None if p is None else self._specials.shield(p, mark) for p in turn.parts]
+        if self._takes_parts and not (turn.is_string and self._takes_strings):
+            return [
+                {"type": "image"} if text is None else {"type": "text", "text": text}
+                for text in shielded
+            ]
+        if None in shielded:
+            raise RequestError("this model's chat template takes text alone; remove the images")
+        return "".join(text for text in shielded if text is not None)
+
+    def _render(self, turns: list[dict[str, Any]]) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                turns, chat_template=self._template, tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, ValueError) as e:
+            raise RequestError(f"the chat template refuses these messages: {e}") from e
+        return str(rendered)
+
+    def _shows(self, content: object) -> bool:
+        """Say whether the template takes this form of content for its text."""
+        if self._template is None:
+            return False
+        try:
+            rendered = self._render([{"role": "user", "content": content}])
+        except RequestError:
+            return False
+        return _PROBE in rendered and "'text'" not in rendered
+
+    def _encode(self, rendered: str, mark: str) -> tuple[list[int], list[int]]:
+        """Encode a rendering: its ids, and where among them the placeholders are."""
+        ids: list[int] = []
+        slots: list[int] = []
+        for stretch, special in self._specials.cut(rendered):
+            ids += self._plain(stretch.replace(mark, ""))
+            if special is not None:
+                if special == self.placeholder_id:
+                    slots.append(len(ids))
+                ids.append(special)
+        return ids, slots
+
+    def _plain(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        if not self.special_ids.isdisjoint(ids):
+            raise RequestError("a text spells a special token that cannot be encoded as plain text")
+        return ids
+
+    def _check_segmentation(self) -> None:
+        """Text between special tokens must encode alone as it does within the whole."""
+        text = "a " + " b ".join(self._specials.ids) + " b"
+        self._backend.encode_special_tokens = False
+        whole = self._backend.encode(text, add_special_tokens=False).ids
+        self._backend.encode_special_tokens = True
+        pieces: list[int] = []
+        for stretch, special in self._specials.cut(text):
+            pieces += self._backend.encode(stretch, add_special_tokens=False).ids
+            pieces += [] if special is None else [special]
+        if pieces != whole:
+            raise ModelError("the tokenizer joins text with special tokens; jaxmm needs them apart")
+
+
+def _protect(backend: Any, placeholder: str) -> dict[str, int]:
+    """Make the placeholder a special token, and list all that have two characters or more."""
+    from tokenizers import AddedToken
+
+    if backend.token_to_id(placeholder) is not None:
+        backend.add_special_tokens([AddedToken(placeholder, special=True, normalized=False)])
+    added = backend.get_added_tokens_decoder()
+    return {t.content: i for i, t in added.items() if t.special and len(t.content) > 1}
+
+
+def _is_not_about_torch(record: logging.LogRecord) -> bool:
+    return "PyTorch was not found" not in record.getMessage()
+
+
+def _find_template(directory: Path, tokenizer: Any) -> str | None:
+    """The processor's template if there is one, or the tokenizer's, as transformers prefers."""
+    legacy = _read_json(directory / "chat_template.json").get("chat_template")
+    if legacy is not None and not (directory / "chat_template.jinja").exists():
+        return str(legacy)
+    return tokenizer.get_chat_template() if tokenizer.chat_template else None
+
+
+def _find_eos_ids(directory: Path, config: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
+    generation = _read_json(directory / "generation_config.json")
+    text_config = config.get("text_config") or {}
+    candidates = (
+        generation.get("eos_token_id"),
+        config.get("eos_token_id"),
+        text_config.get("eos_token_id"),
+        tokenizer.eos_token_id,
+    )
+    found = next((c for c in candidates if c is not None), ())
+    return (found,) if isinstance(found, int) else tuple(found)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as e:
+        raise ModelError(f"{path.name} is not valid JSON: {e}") from e

@@ -1,0 +1,235 @@
+"""Pictures processed in processes of their own, patches back by shared memory. Host only.
+
+A decoder reads what strangers send; a process of its own keeps its crashes, its memory and its
+GIL away from the engine. Each worker shares one anonymous segment with the parent for its whole
+life. It has no name and goes with the two processes, so nothing is left behind however they end.
+Workers are started as a module, not through `multiprocessing`: that would run the user's script
+again in each of them.
+"""
+
+import json
+import logging
+import mmap
+import os
+import pickle
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxmm import errors
+from jaxmm.errors import EngineStopped, MediaError
+from jaxmm.host.decode import Processed, Processor, process_image
+from jaxmm.host.decode_worker import NO_MEMORY, Setup
+from jaxmm.host.media import Limits, read_source
+
+logger = logging.getLogger(__name__)
+
+_EXIT_TIMEOUT_SECONDS = 5.0
+_ERRORS = {kind.__name__: kind for kind in (errors.RequestError, MediaError, errors.MediaTooLarge)}
+
+
+class DecodePool:
+    """Processes pictures in parallel; thread-safe."""
+
+    def __init__(
+        self,
+        processor: Processor,
+        limits: Limits,
+        workers: int = 0,
+        *,
+        timeout_seconds: float = 60.0,
+    ) -> None:
+        """Start the workers.
+
+        Args:
+            processor: The model family's.
+            limits: Of bytes and pixels before resizing.
+            workers: Processes; 0: one for each two cores, at least one.
+            timeout_seconds: A picture within the limits takes a second or two; a worker that takes
+                longer than this is replaced.
+        """
+        self._setup = Setup(processor=processor, limits=limits)
+        self._timeout_seconds = timeout_seconds
+        self._count = workers or max(1, (os.cpu_count() or 1) // 2)
+        self._lock = threading.Lock()
+        self._closed = self._warned = False
+        self._inline_count = 0
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for _ in range(self._count):
+            self._idle.put(self._start())
+        self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="jaxmm-decode")
+
+    @property
+    def inline_count(self) -> int:
+        """Pictures whose patches came by socket because shared memory was refused."""
+        return self._inline_count
+
+    def submit(
+        self, source: Any, min_pixels: int | None = None, max_pixels: int | None = None
+    ) -> Future[Processed]:
+        """Process a picture in a worker; one that is decoded already, in a thread.
+
+        Returns:
+            A future that raises RequestError for a picture that cannot be used, and MediaError
+            when its worker died of it.
+
+        Raises:
+            EngineStopped: The pool is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise EngineStopped("the decode pool is closed; make a new engine")
+            return self._threads.submit(self._process, source, min_pixels, max_pixels)
+
+    def close(self) -> None:
+        """Cancel what waits, finish what runs, end every worker. May be called again."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for _ in range(self._count):
+            self._idle.get().close()
+
+    def _process(self, source: Any, min_pixels: int | None, max_pixels: int | None) -> Processed:
+        setup = self._setup
+        data = read_source(source, setup.limits)
+        if not isinstance(data, bytes):  # decoded already, and resizing holds no GIL
+            return process_image(data, setup.processor, setup.limits, min_pixels, max_pixels)
+        worker = self._idle.get()
+        try:
+            if not worker.is_alive:
+                worker = self._replace(worker)
+            processed = worker.process(data, min_pixels, max_pixels, self._timeout_seconds)
+            if not worker.has_memory:
+                with self._lock:
+                    self._inline_count += 1
+            return processed
+        except (EOFError, OSError) as error:
+            how = "took too long" if isinstance(error, TimeoutError) else "ended unexpectedly"
+            worker = self._replace(worker)
+            raise MediaError(f"the picture could not be decoded: its process {how}") from None
+        finally:
+            self._idle.put(worker)
+
+    def _replace(self, worker: "_Worker") -> "_Worker":
+        logger.warning("decode worker replaced exit_status=%d", worker.kill())
+        return self._start()
+
+    def _start(self) -> "_Worker":
+        worker = _Worker(self._setup)
+        if not worker.has_memory and not self._warned:
+            self._warned = True
+            logger.warning("shared memory refused; patches come by socket, which is slower")
+        return worker
+
+
+class _Worker:
+    """The parent's side of one worker: its process, socket and shared segment."""
+
+    def __init__(self, setup: Setup) -> None:
+        processor = setup.processor
+        memory_fd = _segment(processor.max_patches * processor.num_values)
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            self._process = _start_process(child_end.fileno(), memory_fd)
+        self._connection = Connection(parent_end.detach())
+        self._memory = None if memory_fd == NO_MEMORY else mmap.mmap(memory_fd, 0)
+        if self._memory is not None:
+            os.close(memory_fd)
+        self._connection.send_bytes(pickle.dumps(setup))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def has_memory(self) -> bool:
+        return self._memory is not None
+
+    def process(
+        self, data: bytes, min_pixels: int | None, max_pixels: int | None, timeout_seconds: float
+    ) -> Processed:
+        """Have one picture processed; EOFError or OSError when the worker is lost."""
+        pixels = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        self._connection.send_bytes(json.dumps(pixels).encode())
+        self._connection.send_bytes(data)
+        if not self._connection.poll(timeout_seconds):
+            raise TimeoutError
+        answer = json.loads(self._connection.recv_bytes())
+        if "error" in answer:
+            raise _ERRORS[answer["error"]](answer["message"])
+        return Processed(
+            features=self._features(tuple(answer["shape"]), answer["shared"]),
+            grid_thw=tuple(answer["grid_thw"]),
+            num_rows=answer["num_rows"],
+            identity=bytes.fromhex(answer["identity"]),
+        )
+
+    def close(self) -> int:
+        """Let the process end and give its resources back; its exit status."""
+        self._connection.close()
+        try:
+            status = self._process.wait(_EXIT_TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        if self._memory is not None:
+            self._memory.close()
+        return status
+
+    def kill(self) -> int:
+        """`close` a worker that will not end by itself."""
+        self._process.kill()
+        return self.close()
+
+    def _features(self, shape: tuple[int, int], shared: bool) -> npt.NDArray[np.uint8]:
+        """Copy the patches out, so that the segment is free for the next picture."""
+        features = np.empty(shape, np.uint8)
+        if shared and self._memory is not None:
+            features.reshape(-1)[:] = np.frombuffer(self._memory, np.uint8, features.size)
+        else:
+            self._connection.recv_bytes_into(features.data.cast("B"))
+        features.flags.writeable = False
+        return features
+
+
+def _segment(num_bytes: int) -> int:
+    """Descriptor of an anonymous file of that size; NO_MEMORY where the system refuses one."""
+    fd = NO_MEMORY
+    try:
+        fd = _anonymous_file()
+        os.ftruncate(fd, num_bytes)
+    except OSError:
+        if fd != NO_MEMORY:
+            os.close(fd)
+        return NO_MEMORY
+    return fd
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("jaxmm-decode")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _start_process(socket_fd: int, memory_fd: int) -> "subprocess.Popen[bytes]":
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxmm.host.decode_worker", str(socket_fd), str(memory_fd)],
+        env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        pass_fds=[fd for fd in (socket_fd, memory_fd) if fd != NO_MEMORY],
+    )

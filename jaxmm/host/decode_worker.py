@@ -1,0 +1,99 @@
+"""The decoding process: pictures in by its socket, patches out by shared memory. Host only.
+
+Started by `decode_pool` as `python -m jaxmm.host.decode_worker SOCKET_FD MEMORY_FD`. It reads a
+pickled setup once, from its parent; what goes back is JSON and plain bytes, so that a picture
+which takes over this process cannot make the parent unpickle anything. It ends with its socket.
+
+    parent -> worker   setup; then per picture: JSON {min_pixels, max_pixels}, encoded bytes
+    worker -> parent   JSON {grid_thw, num_rows, identity, shape, shared} and, unless shared, the
+                       patches; or JSON {error, message}
+"""
+
+import json
+import mmap
+import pickle
+import signal
+import sys
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxmm.errors import RequestError
+from jaxmm.host.decode import Processed, Processor, process_image
+from jaxmm.host.media import Limits
+
+NO_MEMORY = -1
+"""In place of MEMORY_FD where the parent got no shared memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """All that a worker must know; the first message on its socket, pickled."""
+
+    processor: Processor
+    limits: Limits
+
+
+class _Memory:
+    """The segment that is shared with the parent, filled from its start for every picture."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = None if fd == NO_MEMORY else mmap.mmap(fd, 0)
+
+    def allocate(self, num_patches: int, num_values: int) -> npt.NDArray[np.uint8]:
+        count = num_patches * num_values
+        if self._map is None or count > len(self._map):
+            return np.empty((num_patches, num_values), np.uint8)
+        return np.frombuffer(self._map, np.uint8, count).reshape(num_patches, num_values)
+
+    def holds(self, array: npt.NDArray[np.uint8]) -> bool:
+        return self._map is not None and array.nbytes <= len(self._map)
+
+
+def main() -> None:
+    """Serve until the parent closes its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    connection = Connection(int(sys.argv[1]))
+    memory = _Memory(int(sys.argv[2]))
+    try:
+        setup: Setup = pickle.loads(connection.recv_bytes())
+        while True:
+            _answer(connection, memory, setup)
+    except (EOFError, ConnectionError):
+        return
+
+
+def _answer(connection: Connection, memory: _Memory, setup: Setup) -> None:
+    pixels = json.loads(connection.recv_bytes())
+    source = connection.recv_bytes()
+    try:
+        processed = process_image(
+            source, setup.processor, setup.limits, **pixels, allocate=memory.allocate
+        )
+    except RequestError as error:
+        _send(connection, {"error": type(error).__name__, "message": str(error)})
+        return
+    shared = memory.holds(processed.features)
+    _send(connection, _header(processed, shared))
+    if not shared:
+        connection.send_bytes(processed.features.data.cast("B"))
+
+
+def _header(processed: Processed, shared: bool) -> dict[str, object]:
+    return {
+        "grid_thw": processed.grid_thw,
+        "num_rows": processed.num_rows,
+        "identity": processed.identity.hex(),
+        "shape": processed.features.shape,
+        "shared": shared,
+    }
+
+
+def _send(connection: Connection, message: dict[str, object]) -> None:
+    connection.send_bytes(json.dumps(message).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Packs the patches of several images into one lane that the encoder takes at once. Host only.
+
+Full attention needs to know which patches are of one image: `segment`. Window attention runs on
+blocks of 64 consecutive patches, so no window may cross a multiple of 64. A full window fills a
+block; the smaller windows at the right and bottom edge share blocks, first fit, and what they
+leave is padding (segment and window -1):
+
+    image of 6 x 5 windows, the last of each row and column smaller
+
+    F F F F r      blocks:  F F F F F F ... | r r | r r | r b | b b | b c
+    F F F F r
+    ...            rows come out of the encoder in this order; `slots` puts each in its place,
+    b b b b c      so nothing is sorted back.
+
+All of that depends on the grid alone and is remembered for the grids seen last.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isqrt
+
+import numpy as np
+import numpy.typing as npt
+
+Grid = tuple[int, int, int]
+"""Patches by (time, height, width)."""
+
+MERGE_SIZE = 2
+"""Patches by side of the square that becomes one row."""
+MERGED_PATCHES = MERGE_SIZE**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncodeBatch:
+    """One lane of N patches. Patches and coords of padding are of no consequence."""
+
+    patches: npt.NDArray[np.uint8]
+    """uint8[N, U], four consecutive patches to a row."""
+    coords: npt.NDArray[np.int32]
+    """int32[N, 2]: row and column in the image's grid of patches."""
+    segment: npt.NDArray[np.int32]
+    """int32[N]: which frame of which item, from 0 up in lane order; -1 for padding."""
+    window: npt.NDArray[np.int32] | None
+    """int32[N]: which window of the frame, -1 for padding; None for a family without windows."""
+    slots: npt.NDArray[np.int32]
+    """int32[N // 4]: where each row goes in the arena; `drop_slot` for padding."""
+    num_patches: int
+    """Patches that are not padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Layout:
+    """How one frame is packed; arrays are shared and read-only."""
+
+    rows: npt.NDArray[np.int32]
+    """int32[n // 4]: index of each packed row in raster order, -1 for padding."""
+    coords: npt.NDArray[np.int32]
+    """int32[n, 2]"""
+    window: npt.NDArray[np.int32]
+    """int32[n]"""
+
+    @property
+    def num_patches(self) -> int:
+        return len(self.coords)
+
+
+def packed_patches(grid: Grid, window_patches: int) -> int:
+    """Patches of a lane that an item takes, padding between its windows included.
+
+    Args:
+        grid: The item's patches by (time, height, width).
+        window_patches: Patches of a full window; 0 for a family without windows.
+    """
+    t, h, w = grid
+    return t * (_layout(h, w, window_patches).num_patches if window_patches else h * w)
+
+
+def pack_lane(
+    features: Sequence[npt.NDArray[np.uint8]],
+    grids: Sequence[Grid],
+    slots: Sequence[npt.NDArray[np.int32]],
+    *,
+    lane_patches: int,
+    window_patches: int,
+    drop_slot: int,
+) -> EncodeBatch:
+    """Pack items into a lane, one after the other.
+
+    Args:
+        features: For each item uint8[t*h*w, U], frame by frame, rows in raster order and the four
+            patches of a row together (the order of the Hugging Face processor).
+        grids: For each item its patches by (time, height, width).
+        slots: For each item int32[t*h*w // 4], arena row of each of its rows in that order.
+        lane_patches: N, at least the sum of `packed_patches`, a multiple of 64 with windows.
+        window_patches: Patches of a full window; 0 for a family without windows.
+        drop_slot: Slot of padding rows, out of the arena's range.
+    """
+    lane = EncodeBatch(
+        patches=np.zeros((lane_patches, features[0].shape[1]), np.uint8),
+        coords=np.zeros((lane_patches, 2), np.int32),
+        segment=np.full(lane_patches, -1, np.int32),
+        window=np.full(lane_patches, -1, np.int32) if window_patches else None,
+        slots=np.full(lane_patches // MERGED_PATCHES, drop_slot, np.int32),
+        num_patches=sum(t * h * w for t, h, w in grids),
+    )
+    start = segment = 0
+    for item, (t, h, w), item_slots in zip(features, grids, slots, strict=True):
+        layout = _layout(h, w, window_patches)
+        frames = item.reshape(t, h * w // MERGED_PATCHES, -1)
+        for frame, frame_slots in zip(frames, item_slots.reshape(t, -1), strict=True):
+            assert start + layout.num_patches <= lane_patches, "items exceed the lane"
+            _write_frame(lane, start, segment, layout, frame, frame_slots)
+            start += layout.num_patches
+            segment += 1
+    return lane
+
+
+def _write_frame(
+    lane: EncodeBatch,
+    start: int,
+    segment: int,
+    layout: _Layout,
+    frame: npt.NDArray[np.uint8],
+    slots: npt.NDArray[np.int32],
+) -> None:
+    """Write one frame (uint8[rows, 4 * U]) at patch `start` of the lane."""
+    stop = start + layout.num_patches
+    rows = slice(start // MERGED_PATCHES, stop // MERGED_PATCHES)
+    real = layout.rows >= 0
+    # "clip" makes -1 read row 0, pixels that padding may hold, and lets take write in place
+    target = lane.patches[start:stop].reshape(len(real), -1)
+    np.take(frame, layout.rows, axis=0, out=target, mode="clip")
+    np.copyto(lane.slots[rows], slots.take(layout.rows, mode="clip"), where=real)
+    np.copyto(lane.segment[start:stop], segment, where=np.repeat(real, MERGED_PATCHES))
+    lane.coords[start:stop] = layout.coords
+    if lane.window is not None:
+        lane.window[start:stop] = layout.window
+
+
+@lru_cache(maxsize=1024)
+def _layout(height: int, width: int, window_patches: int) -> _Layout:
+    """Lay out one frame of height x width patches."""
+    num_rows = height * width // MERGED_PATCHES
+    windows = _windows(height, width, window_patches)
+    if window_patches:
+        blocks = _blocks([len(w) for w in windows], window_patches // MERGED_PATCHES)
+    else:
+        blocks = [[0]]
+    size = window_patches // MERGED_PATCHES if window_patches else num_rows
+    rows = np.full(len(blocks) * size, -1, np.int32)
+    window = np.full(len(rows), -1, np.int32)
+    for block, members in enumerate(blocks):
+        start = block * size
+        for member in members:
+            stop = start + len(windows[member])
+            rows[start:stop] = windows[member]
+            window[start:stop] = member
+            start = stop
+    layout = _Layout(
+        rows=rows,
+        coords=_coords(rows, width // MERGE_SIZE),
+        window=np.repeat(window, MERGED_PATCHES),
+    )
+    for array in (layout.rows, layout.coords, layout.window):
+        array.flags.writeable = False
+    return layout
+
+
+def _windows(height: int, width: int, window_patches: int) -> list[npt.NDArray[np.int32]]:
+    """Raster row indices of each window, windows in raster order; one window if there are none."""
+    down, across = height // MERGE_SIZE, width // MERGE_SIZE
+    rows = np.arange(down * across, dtype=np.int32).reshape(down, across)
+    side = isqrt(window_patches) // MERGE_SIZE or max(down, across)
+    return [
+        rows[top : top + side, left : left + side].ravel()
+        for top in range(0, down, side)
+        for left in range(0, across, side)
+    ]
+
+
+def _blocks(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """First fit, largest first: indices of the windows in each block."""
+    blocks: list[list[int]] = []
+    room: list[int] = []
+    first_open = 0
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        while first_open < len(room) and room[first_open] == 0:
+            first_open += 1
+        fits = (b for b in range(first_open, len(room)) if room[b] >= sizes[index])
+        block = next(fits, len(room))
+        if block == len(room):
+            blocks.append([])
+            room.append(capacity)
+        blocks[block].append(index)
+        room[block] -= sizes[index]
+    return blocks
+
+
+def _coords(rows: npt.NDArray[np.int32], rows_across: int) -> npt.NDArray[np.int32]:
+    """int32[4 * len(rows), 2]: row and column of the patches of each raster row; -1 reads as 0."""
+    top, left = np.divmod(np.maximum(rows, 0), rows_across)
+    corner = np.stack([top, left], axis=-1) * MERGE_SIZE
+    inside = np.indices((MERGE_SIZE, MERGE_SIZE), np.int32).reshape(2, -1).T
+    coords: npt.NDArray[np.int32] = (corner[:, None] + inside).reshape(-1, 2)
+    return coords

@@ -1,0 +1,72 @@
+"""Files seen before: what they became, so that a repeat is not decoded. Host only."""
+
+import hashlib
+import struct
+import threading
+from collections import OrderedDict
+from typing import NamedTuple
+
+
+class Known(NamedTuple):
+    """What the engine must know of an item before it needs its features."""
+
+    identity: bytes
+    grid_thw: tuple[int, int, int]
+    num_rows: int
+
+
+def media_key(
+    data: bytes, fingerprint: bytes, pixel_limits: tuple[int, int], salt: str = ""
+) -> bytes:
+    """32 bytes: encoded file, processor, pixel limits and tenant.
+
+    The tenant is part of it because a hit is fast enough to be noticed: one tenant must not learn
+    that another sent the same file.
+    """
+    digest = hashlib.sha256(b"jaxmm.media.1")
+    scope = salt.encode()
+    digest.update(struct.pack("<QQ2q", len(fingerprint), len(scope), *pixel_limits))
+    digest.update(fingerprint)
+    digest.update(scope)
+    digest.update(data)
+    return digest.digest()
+
+
+class MediaMap:
+    """Least recently used map from media key to what is known; every method is thread-safe."""
+
+    def __init__(self, capacity: int) -> None:
+        """Keep at most `capacity` entries; 0 keeps none."""
+        self._capacity = capacity
+        self._entries: OrderedDict[bytes, Known] = OrderedDict()
+        self._lock = threading.Lock()
+        self.num_hits = 0
+        self.num_misses = 0
+
+    def get(self, key: bytes) -> Known | None:
+        """Look a file up and make it the most recent."""
+        with self._lock:
+            known = self._entries.get(key)
+            if known is None:
+                self.num_misses += 1
+                return None
+            self.num_hits += 1
+            self._entries.move_to_end(key)
+            return known
+
+    def put(self, key: bytes, known: Known) -> None:
+        """Remember a file, and forget the least recent beyond the capacity."""
+        with self._lock:
+            self._entries[key] = known
+            self._entries.move_to_end(key)
+            while len(self._entries) > self._capacity:
+                self._entries.popitem(last=False)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._entries)
+
+    def clear(self) -> None:
+        """Forget every file."""
+        with self._lock:
+            self._entries.clear()

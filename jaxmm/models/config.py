@@ -1,0 +1,248 @@
+"""What a model is: dimensions and token ids, and how they are read from config.json. Host only.
+
+config.json comes in generations: text keys at the top level or under `text_config`, rope settings
+as `rope_scaling` next to `rope_theta` or together in `rope_parameters`; a key that equals the
+default of its transformers class may be missing, so each family passes those defaults.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxmm.errors import ModelError
+from jaxmm.models.tensor_files import tensor_files
+
+Raw = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextConfig:
+    """Dimensions of a text decoder."""
+
+    vocab_size: int
+    """Rows of the embedding; more than the tokenizer has ids."""
+    width: int
+    mlp_width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_channels: int
+    rms_eps: float
+    rope_theta: float
+    mrope_section: tuple[int, int, int]
+    """Frequencies turned by time, height, width; their sum is half the head channels."""
+    tied: bool
+    """The output head is the embedding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """Dimensions of a vision encoder and the normalisation of its pixels."""
+
+    depth: int
+    width: int
+    num_heads: int
+    mlp_width: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    """Patches by side of the square that becomes one row."""
+    in_channels: int
+    out_width: int
+    """Width of a row, that of the text decoder."""
+    window_patches: int
+    """Patches of a full attention window, a square number; 0: no windows."""
+    full_attention_layers: tuple[int, ...]
+    """Layers that attend over the whole image; the others attend over windows."""
+    image_mean: tuple[float, ...]
+    """Per channel, for pixels scaled to [0, 1]."""
+    image_std: tuple[float, ...]
+
+    @property
+    def head_channels(self) -> int:
+        return self.width // self.num_heads
+
+    @property
+    def patch_values(self) -> int:
+        """Values U of one patch of one frame."""
+        return self.in_channels * self.patch_size**2
+
+    @property
+    def merged_patches(self) -> int:
+        """Patches that become one row."""
+        return self.merge_size**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Everything about a checkpoint that the engine has to know before its weights."""
+
+    family: str
+    text: TextConfig
+    vision: VisionConfig
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+    eos_token_ids: tuple[int, ...]
+    max_position: int
+    """Positions that the decoder was trained for."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        ModelError: The file is missing or holds no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{str(path)!r} does not exist; is it a checkpoint directory?") from None
+    except ValueError as e:
+        raise ModelError(f"{str(path)!r} is not valid JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ModelError(f"{str(path)!r} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def integer(raw: Raw, key: str, default: int, *, least: int = 1) -> int:
+    """An integer of config.json, from `least` up; a missing key or null gives the default."""
+    value = raw.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ModelError(f"config.json: {key}={value!r} is not an integer from {least} up")
+    return value
+
+
+def number(raw: Raw, key: str, default: float) -> float:
+    """A number of config.json; a missing key or null gives the default."""
+    value = raw.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ModelError(f"config.json: {key}={value!r} is not a number")
+    return float(value)
+
+
+def integers(raw: Raw, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    """A list of integers of config.json; a missing key or null gives the default."""
+    value = raw.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, list) or not all(type(v) is int for v in value):
+        raise ModelError(f"config.json: {key}={value!r} is not a list of integers")
+    return tuple(value)
+
+
+def require(raw: Raw, key: str, allowed: tuple[Any, ...]) -> None:
+    """Refuse a setting that changes the model's arithmetic in a way that jaxmm does not have."""
+    if key in raw and raw[key] not in allowed:
+        choices = " or ".join(repr(value) for value in allowed)
+        raise ModelError(f"config.json: {key}={raw[key]!r} is not supported; only {choices} is")
+
+
+def read_text_config(directory: Path, raw: Raw) -> TextConfig:
+    """Read a Qwen2 decoder from either generation of config.json."""
+    text = raw.get("text_config") or raw
+    require(raw, "quantization_config", (None,))
+    require(text, "hidden_act", ("silu",))
+    require(text, "use_sliding_window", (False, None))
+    width = integer(text, "hidden_size", 8192)
+    num_heads = integer(text, "num_attention_heads", 64)
+    # null in the file means as many as query heads; only a missing key has the class default
+    num_kv_heads = integer({"num_key_value_heads": 8, **text}, "num_key_value_heads", num_heads)
+    if width % num_heads:
+        raise ModelError(f"config.json: hidden_size={width} is no multiple of {num_heads} heads")
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"config.json: {num_heads} query heads are no multiple of {num_kv_heads} "
+            "key and value heads"
+        )
+    theta, section = _read_rope(text, head_channels=width // num_heads)
+    return TextConfig(
+        vocab_size=integer(text, "vocab_size", 152064),
+        width=width,
+        mlp_width=integer(text, "intermediate_size", 29568),
+        num_layers=integer(text, "num_hidden_layers", 80),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_channels=width // num_heads,
+        rms_eps=number(text, "rms_norm_eps", 1e-5),
+        rope_theta=theta,
+        mrope_section=section,
+        tied=_tied(directory, raw, text),
+    )
+
+
+def _read_rope(text: Raw, head_channels: int) -> tuple[float, tuple[int, int, int]]:
+    """Theta and sections, from `rope_parameters` or from `rope_scaling` and `rope_theta`."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    for key in ("type", "rope_type"):
+        require(rope, key, ("mrope", "default"))
+    theta = number(rope, "rope_theta", number(text, "rope_theta", 1e6))
+    section = integers(rope, "mrope_section", (16, 24, 24))
+    if len(section) != 3 or 2 * sum(section) != head_channels:
+        raise ModelError(
+            f"config.json: mrope_section={list(section)} is not three numbers whose sum is "
+            f"{head_channels // 2}, half of the {head_channels} channels of a head"
+        )
+    return theta, (section[0], section[1], section[2])
+
+
+def _tied(directory: Path, raw: Raw, text: Raw) -> bool:
+    """Whether the head is the embedding. The files decide: the flag is wrong in some re-uploads."""
+    names = tensor_files(directory)
+    if names:
+        return "lm_head.weight" not in names
+    return bool(raw.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+
+
+def read_eos_token_ids(directory: Path, raw: Raw) -> tuple[int, ...]:
+    """Ids that end an answer: generation_config.json's, else config.json's."""
+    path = directory / "generation_config.json"
+    generation = read_json(path) if path.exists() else {}
+    for source in (generation, raw, raw.get("text_config") or {}):
+        value = source.get("eos_token_id")
+        if value is not None:
+            return (value,) if isinstance(value, int) else tuple(value)
+    return (151645,)
+
+
+def read_model_config(directory: Path, family: str, vision: VisionConfig, raw: Raw) -> ModelConfig:
+    """Everything but the vision dimensions, which differ by family."""
+    text = read_text_config(directory, raw)
+    if vision.width % vision.num_heads:
+        raise ModelError(
+            f"config.json: vision width {vision.width} is no multiple of {vision.num_heads} heads"
+        )
+    if vision.out_width != text.width:
+        raise ModelError(
+            f"config.json: the vision encoder gives rows of {vision.out_width} values, "
+            f"the decoder takes {text.width}"
+        )
+    return ModelConfig(
+        family=family,
+        text=text,
+        vision=vision,
+        image_token_id=integer(raw, "image_token_id", 151655, least=0),
+        video_token_id=integer(raw, "video_token_id", 151656, least=0),
+        vision_start_token_id=integer(raw, "vision_start_token_id", 151652, least=0),
+        vision_end_token_id=integer(raw, "vision_end_token_id", 151653, least=0),
+        eos_token_ids=read_eos_token_ids(directory, raw),
+        max_position=integer(raw.get("text_config") or raw, "max_position_embeddings", 32768),
+    )
+
+
+def read_normalisation(directory: Path) -> dict[str, tuple[float, ...]]:
+    """`image_mean` and `image_std` of preprocessor_config.json; CLIP's if it does not say."""
+    path = directory / "preprocessor_config.json"
+    raw = read_json(path) if path.exists() else {}
+    clip = {
+        "image_mean": (0.48145466, 0.4578275, 0.40821073),
+        "image_std": (0.26862954, 0.26130258, 0.27577711),
+    }
+    return {key: tuple(raw.get(key) or default) for key, default in clip.items()}

@@ -1,0 +1,138 @@
+"""The vision encoder of Qwen2.5-VL (arXiv:2502.13923, section 2.1.1). Traced.
+
+Qwen2-VL's, with RMS norms, a gated MLP, and attention over windows of 8 x 8 patches in all but a
+few layers. The host packs patches so that no window crosses a block of 64, so nothing is
+reordered here.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32, UInt8
+
+from jaxmm.device.linear import linear
+from jaxmm.device.norms import rms_norm
+from jaxmm.device.rope import Rope
+from jaxmm.models.config import VisionConfig
+from jaxmm.models.qwen2_vl.vision import (
+    NORM_EPS,
+    Attend,
+    attention,
+    embed_patches,
+    merge,
+    rope_angles,
+    zeros,
+)
+from kernels_pallas.segment_attention.api import (
+    Implementation,
+    segment_attention,
+    window_attention,
+)
+
+
+class VisionEncoder(nnx.Module):
+    """Patches of several images to rows; see `__call__`."""
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        *,
+        implementation: Implementation = "portable",
+        dtype: DTypeLike = jnp.float32,
+    ):
+        self.config = config
+        self.implementation = implementation
+        self.patch_EU = zeros(dtype, config.width, config.temporal_patch_size * config.patch_values)
+        self.layers = nnx.List([_Layer(config, dtype) for _ in range(config.depth)])
+        self.merger = _Merger(config, dtype)
+
+    def __call__(
+        self,
+        patches_NU: UInt8[Array, "N U"],
+        coords_N2: Int32[Array, "N 2"],
+        segment_N: Int32[Array, " N"],
+        window_N: Int32[Array, " N"],
+    ) -> Float[Array, "M D"]:
+        """Encode one lane.
+
+        Args:
+            patches_NU: Pixels of one frame by channel, y, x; four consecutive patches to a row.
+            coords_N2: Row and column of each patch in its image.
+            segment_N: Which image, never falling; -1 for padding.
+            window_N: Which window; none crosses a multiple of `window_patches`; -1 for padding.
+
+        Returns:
+            N // 4 rows in lane order, finite for padding.
+        """
+        x_NE = embed_patches(patches_NU, self.patch_EU[...], self.config)
+        rope = Rope.of(rope_angles(coords_N2, self.config.head_channels))
+
+        def attend_image(q_NHC: Array, k_NHC: Array, v_NHC: Array) -> Array:
+            return segment_attention(
+                q_NHC, k_NHC, v_NHC, segment_N, implementation=self.implementation
+            )
+
+        def attend_window(q_NHC: Array, k_NHC: Array, v_NHC: Array) -> Array:
+            return window_attention(
+                q_NHC,
+                k_NHC,
+                v_NHC,
+                window_N,
+                implementation=self.implementation,
+                block=self.config.window_patches,
+            )
+
+        for index, layer in enumerate(self.layers):
+            full = index in self.config.full_attention_layers
+            with jax.named_scope("vision_layer"):
+                x_NE = layer(x_NE, rope, attend_image if full else attend_window)
+        return self.merger(x_NE)
+
+
+class _Layer(nnx.Module):
+    """Pre-norm transformer layer."""
+
+    def __init__(self, config: VisionConfig, dtype: DTypeLike):
+        width, mlp_width = config.width, config.mlp_width
+        self.num_heads = config.num_heads
+        self.attn_norm_E = zeros(dtype, width)
+        self.qkv_OE = zeros(dtype, 3 * width, width)
+        self.qkv_O = zeros(dtype, 3 * width)
+        self.out_EO = zeros(dtype, width, width)
+        self.out_E = zeros(dtype, width)
+        self.mlp_norm_E = zeros(dtype, width)
+        self.gate_up_OE = zeros(dtype, 2 * mlp_width, width)
+        self.gate_up_O = zeros(dtype, 2 * mlp_width)
+        self.down_EF = zeros(dtype, width, mlp_width)
+        self.down_E = zeros(dtype, width)
+
+    def __call__(
+        self, x_NE: Float[Array, "N E"], rope: Rope, attend: Attend
+    ) -> Float[Array, "N E"]:
+        normed_NE = rms_norm(x_NE, self.attn_norm_E[...], NORM_EPS)
+        qkv_NO = linear(normed_NE, self.qkv_OE[...], self.qkv_O[...])
+        attended_NO = attention(qkv_NO, self.num_heads, rope, attend)
+        x_NE = x_NE + linear(attended_NO, self.out_EO[...], self.out_E[...])
+        normed_NE = rms_norm(x_NE, self.mlp_norm_E[...], NORM_EPS)
+        gate_up_NO = linear(normed_NE, self.gate_up_OE[...], self.gate_up_O[...])
+        gate_NF, up_NF = jnp.split(gate_up_NO, 2, axis=-1)
+        return x_NE + linear(jax.nn.silu(gate_NF) * up_NF, self.down_EF[...], self.down_E[...])
+
+
+class _Merger(nnx.Module):
+    """Four neighbouring patches to one row."""
+
+    def __init__(self, config: VisionConfig, dtype: DTypeLike):
+        self.norm_E = zeros(dtype, config.width)
+        merged = config.width * config.merged_patches
+        self.hidden_XX = zeros(dtype, merged, merged)
+        self.hidden_X = zeros(dtype, merged)
+        self.out_DX = zeros(dtype, config.out_width, merged)
+        self.out_D = zeros(dtype, config.out_width)
+
+    def __call__(self, x_NE: Float[Array, "N E"]) -> Float[Array, "M D"]:
+        normed_NE = rms_norm(x_NE, self.norm_E[...], NORM_EPS)
+        return merge(
+            normed_NE, self.hidden_XX[...], self.hidden_X[...], self.out_DX[...], self.out_D[...]
+        )

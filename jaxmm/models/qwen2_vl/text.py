@@ -1,0 +1,116 @@
+"""The Qwen2 text decoder with M-RoPE (Qwen2-VL, arXiv:2409.12191 §2.1). Traced."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int32
+
+from jaxmm.device.kv import PagedAttention
+from jaxmm.device.linear import linear
+from jaxmm.device.norms import rms_norm
+from jaxmm.device.rope import Rope, rotate
+from jaxmm.models.config import TextConfig
+
+
+class TextLayer(nnx.Module):
+    """Attention and MLP, each on a normalised input, each added to the residual."""
+
+    def __init__(self, config: TextConfig, dtype: DTypeLike) -> None:
+        d, f = config.width, config.mlp_width
+        o = (config.num_heads + 2 * config.num_kv_heads) * config.head_channels
+        self.attn_norm_D = nnx.Param(jnp.ones((d,), dtype))
+        self.qkv_OD = nnx.Param(jnp.zeros((o, d), dtype))
+        self.qkv_O = nnx.Param(jnp.zeros((o,), dtype))
+        self.out_DO = nnx.Param(jnp.zeros((d, config.num_heads * config.head_channels), dtype))
+        self.mlp_norm_D = nnx.Param(jnp.ones((d,), dtype))
+        self.gate_up_OD = nnx.Param(jnp.zeros((2 * f, d), dtype))
+        self.down_DF = nnx.Param(jnp.zeros((d, f), dtype))
+        self.config = config
+
+    def __call__(
+        self,
+        hidden_TD: Float[Array, "T D"],
+        rope: Rope,
+        pages_PJSC: Float[Array, "P J S C"],
+        attention: PagedAttention,
+    ) -> tuple[Float[Array, "T D"], Float[Array, "P J S C"]]:
+        """One layer; returns the residual and the layer's pages with the step's KV written."""
+        config = self.config
+        with jax.named_scope("attention"):
+            x_TD = rms_norm(hidden_TD, self.attn_norm_D[...], config.rms_eps)
+            qkv_TO = linear(x_TD, self.qkv_OD[...], self.qkv_O[...])
+            qkv_THC = qkv_TO.reshape(x_TD.shape[0], -1, config.head_channels)
+            h, k = config.num_heads, config.num_kv_heads
+            q_THC = rotate(qkv_THC[:, :h], rope)
+            kv_TJC = qkv_THC[:, h:]
+            is_key_J1 = jnp.arange(2 * k)[:, None] < k
+            kv_TJC = jnp.where(is_key_J1, rotate(kv_TJC, rope), kv_TJC)
+            attended_THC, pages_PJSC = attention(q_THC, kv_TJC, pages_PJSC)
+            hidden_TD += linear(attended_THC.reshape(x_TD.shape[0], -1), self.out_DO[...])
+        with jax.named_scope("mlp"):
+            x_TD = rms_norm(hidden_TD, self.mlp_norm_D[...], config.rms_eps)
+            gate_TF, up_TF = jnp.split(linear(x_TD, self.gate_up_OD[...]), 2, axis=1)
+            hidden_TD += linear(jax.nn.silu(gate_TF) * up_TF, self.down_DF[...])
+        return hidden_TD, pages_PJSC
+
+
+class TextDecoder(nnx.Module):
+    """Embedding, layers, final norm and head."""
+
+    def __init__(self, config: TextConfig, dtype: DTypeLike) -> None:
+        self.embed_VD = nnx.Param(jnp.zeros((config.vocab_size, config.width), dtype))
+        self.layers = nnx.List([TextLayer(config, dtype) for _ in range(config.num_layers)])
+        self.norm_D = nnx.Param(jnp.ones((config.width,), dtype))
+        if not config.tied:
+            self.head_VD = nnx.Param(jnp.zeros((config.vocab_size, config.width), dtype))
+        self.config = config
+
+    def embed(self, ids_T: Int32[Array, " T"]) -> Float[Array, "T D"]:
+        """Embeddings of ids, all within the vocabulary."""
+        return self.embed_VD[...][ids_T]
+
+    def __call__(
+        self,
+        hidden_TD: Float[Array, "T D"],
+        positions_AT: Int32[Array, "3 T"],
+        kv_pages: tuple[Float[Array, "P J S C"], ...],
+        attention: PagedAttention,
+    ) -> tuple[Float[Array, "T D"], tuple[Float[Array, "P J S C"], ...]]:
+        """Run the layers.
+
+        Args:
+            hidden_TD: Embeddings, image rows in place.
+            positions_AT: M-RoPE positions (time, height, width).
+            kv_pages: Each layer's pages.
+            attention: Writes the step's KV and attends.
+
+        Returns:
+            The normalised output, and the pages.
+        """
+        config = self.config
+        rope = Rope.of(mrope_angles(positions_AT, config))
+        written = []
+        for layer, pages_PJSC in zip(self.layers, kv_pages, strict=True):
+            hidden_TD, pages_PJSC = layer(hidden_TD, rope, pages_PJSC, attention)
+            written.append(pages_PJSC)
+        return rms_norm(hidden_TD, self.norm_D[...], config.rms_eps), tuple(written)
+
+    def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """Float32 logits of some rows of the output."""
+        head_VD = self.embed_VD if self.config.tied else self.head_VD
+        return linear(hidden_BD, head_VD[...]).astype(jnp.float32)
+
+
+def mrope_angles(positions_AT: Int32[Array, "3 T"], config: TextConfig) -> Float[Array, "T X"]:
+    """Angles of M-RoPE, float32, X = C/2.
+
+    The first `mrope_section[0]` frequencies turn with time, the next with height, the last with
+    width.
+    """
+    half = config.head_channels // 2
+    exponent_X = jnp.arange(half, dtype=jnp.float32) / half
+    axis_X = jnp.repeat(jnp.arange(3), jnp.asarray(config.mrope_section), total_repeat_length=half)
+    position_TX = positions_AT.astype(jnp.float32)[axis_X].T
+    return position_TX * config.rope_theta**-exponent_X

@@ -1,0 +1,184 @@
+"""Settles every size that the settings left open, from the model and the device. Host only."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxmm.config import EngineConfig
+from jaxmm.errors import ConfigError
+from jaxmm.host.buckets import Buckets, patch_rungs, round_up, token_rungs
+from jaxmm.host.limits import SchedulerConfig
+from jaxmm.models.config import ModelConfig
+
+CPU_MAX_PIXELS = 1605632
+"""Upper pixel limit on a CPU where none is set: 8192 patches of 14 x 14."""
+_MAX_MODEL_LEN = 32768
+_CPU_KV_BYTES = 2 << 30
+_ROW_GROUP = 16  # sampled rows go through the head in groups of sixteen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """All static sizes of an engine."""
+
+    page_size: int
+    num_pages: int
+    num_rows: int
+    """Rows of the arena; the device array has one more, for padding."""
+    max_running: int
+    max_model_len: int
+    max_step_tokens: int
+    max_lane_patches: int
+    buckets: Buckets
+
+    @property
+    def num_table_pages(self) -> int:
+        """Pages of the longest request."""
+        return -(-self.max_model_len // self.page_size)
+
+    def scheduler(self, config: EngineConfig) -> SchedulerConfig:
+        """The scheduler's view."""
+        return SchedulerConfig(
+            max_step_tokens=self.max_step_tokens,
+            max_patches_per_step=self.max_lane_patches,
+            max_lane_patches=self.max_lane_patches,
+            max_running=self.max_running,
+            max_waiting=config.max_waiting,
+            max_model_len=self.max_model_len,
+            page_size=self.page_size,
+        )
+
+
+def settle_sizes(
+    config: EngineConfig,
+    model: ModelConfig,
+    max_patches: int,
+    *,
+    platform: str,
+    memory_bytes: int,
+    itemsize: int,
+) -> Sizes:
+    """Fill in the sizes left at 0.
+
+    Args:
+        config: The settings.
+        model: The checkpoint's dimensions.
+        max_patches: Patches of the largest image that the processor makes.
+        platform: JAX's name of the device kind.
+        memory_bytes: Memory of one device.
+        itemsize: Bytes of one weight or KV value.
+
+    Raises:
+        ConfigError: The memory does not hold the weights and one request.
+    """
+    on_cpu = platform == "cpu"
+    page_size = config.pages.page_size or (64 if on_cpu else 128)
+    max_running = round_up(config.max_running or (32 if on_cpu else 128), _ROW_GROUP)
+    wanted_tokens = max(config.buckets.max_step_tokens or (512 if on_cpu else 2048), max_running)
+    tokens = token_rungs(config.buckets.min_step_tokens, wanted_tokens, dense=on_cpu)
+    patches = patch_rungs(
+        config.buckets.min_lane_patches or 256,
+        _lane_patches(config, model, max_patches),
+        dense=on_cpu,
+    )
+    max_model_len = config.max_model_len or min(model.max_position, _MAX_MODEL_LEN)
+    num_rows = config.arena.num_rows or max(16384, patches[-1])
+    num_rows = round_up(num_rows, config.arena.page_rows)
+    num_pages = config.pages.num_pages or _pages_that_fit(
+        config, model, page_size, num_rows, on_cpu, memory_bytes, itemsize
+    )
+    max_model_len = min(max_model_len, num_pages * page_size)
+    return Sizes(
+        page_size=page_size,
+        num_pages=num_pages,
+        num_rows=num_rows,
+        max_running=max_running,
+        max_model_len=max_model_len,
+        max_step_tokens=tokens[-1],
+        max_lane_patches=patches[-1],
+        buckets=Buckets(tokens=tokens, patches=patches),
+    )
+
+
+def host_memory_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def page_bytes(model: ModelConfig, page_size: int, itemsize: int) -> int:
+    """Bytes of one page, all layers."""
+    text = model.text
+    return text.num_layers * 2 * text.num_kv_heads * page_size * text.head_channels * itemsize
+
+
+def weight_count(model: ModelConfig) -> int:
+    """Parameters of the model, norms and biases left out (below a thousandth)."""
+    t, v = model.text, model.vision
+    heads = t.num_heads * t.head_channels
+    layer = t.width * (2 * heads + 2 * t.num_kv_heads * t.head_channels + 3 * t.mlp_width)
+    block = 4 * v.width**2 + 3 * v.width * v.mlp_width
+    merged = v.width * v.merged_patches
+    vocab = t.vocab_size * t.width * (1 if t.tied else 2)
+    return t.num_layers * layer + v.depth * block + merged * (merged + v.out_width) + vocab
+
+
+def _lane_patches(config: EngineConfig, model: ModelConfig, max_patches: int) -> int:
+    if config.buckets.max_patches_per_step:
+        return config.buckets.max_patches_per_step
+    # Windows of an image's edge leave at most a quarter of their 64-patch blocks empty.
+    return max_patches * 4 // 3 if model.vision.window_patches else max_patches
+
+
+def _pages_that_fit(
+    config: EngineConfig,
+    model: ModelConfig,
+    page_size: int,
+    num_rows: int,
+    on_cpu: bool,
+    memory_bytes: int,
+    itemsize: int,
+) -> int:
+    taken = (weight_count(model) + num_rows * model.text.width) * itemsize
+    budget = int(memory_bytes * config.memory_fraction) - taken
+    if on_cpu:
+        budget = min(budget, _CPU_KV_BYTES)
+    pages = budget // page_bytes(model, page_size, itemsize)
+    if pages < 2:
+        raise ConfigError(
+            f"memory_fraction={config.memory_fraction} of {memory_bytes >> 20} MiB leaves no room "
+            f"for KV pages beside {taken >> 20} MiB of weights and arena; raise it, or use a "
+            "smaller model"
+        )
+    # Far more than all requests can hold together serves nobody.
+    longest = min(config.max_model_len or model.max_position, _MAX_MODEL_LEN)
+    most = 4 * (config.max_running or 128) * -(-longest // page_size)
+    return min(pages, most)
+
+
+_SAMPLE_IMAGES = ((224, 224), (448, 448), (640, 480), (1024, 768), (1280, 720), (1920, 1080))
+"""Width and height of common pictures, for the padding that a ladder costs them."""
+
+
+def describe(sizes: Sizes, packed: Callable[[int, int], int]) -> str:
+    """Ladders, number of executables, and the padding of common pictures.
+
+    Args:
+        sizes: Of an engine.
+        packed: (width, height) of a picture to the patches that it takes in a lane.
+    """
+    buckets = sizes.buckets
+    lines = [
+        f"step tokens   {' '.join(map(str, buckets.tokens))}",
+        f"lane patches  {' '.join(map(str, buckets.patches))}",
+        f"executables   {buckets.num_executables} (one a rung, and one for penalties)",
+        f"pages         {sizes.num_pages} of {sizes.page_size} tokens",
+        f"arena         {sizes.num_rows} rows",
+        "",
+        "picture     patches  bucket  padding",
+    ]
+    for width, height in _SAMPLE_IMAGES:
+        used = packed(width, height)
+        rung = buckets.lane_patches(used)
+        name = f"{width}x{height}"
+        lines.append(f"{name:<11} {used:>7} {rung:>7} {1 - used / rung:>8.1%}")
+    return "\n".join(lines)

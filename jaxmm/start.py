@@ -1,0 +1,270 @@
+"""Builds an engine's parts: checkpoint, sizes, caches, device memory, executables. Host only."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jaxmm.config import EngineConfig
+from jaxmm.device.ledger import CompileLedger
+from jaxmm.device.runner import Runner
+from jaxmm.errors import ModelError, RequestError, SamplingError
+from jaxmm.host.arena import Arena
+from jaxmm.host.chat import ChatTokenizer
+from jaxmm.host.decode import Decoder
+from jaxmm.host.decode_pool import DecodePool
+from jaxmm.host.identity import check_vocabulary
+from jaxmm.host.lanes import packed_patches
+from jaxmm.host.media import Limits
+from jaxmm.host.media_map import MediaMap
+from jaxmm.host.page_pool import PagePool
+from jaxmm.host.prefix_cache import PrefixCache
+from jaxmm.host.prepare import Preparer
+from jaxmm.host.scheduler import Scheduler
+from jaxmm.models import family_module, read_config
+from jaxmm.models.config import ModelConfig
+from jaxmm.models.loading import load_params
+from jaxmm.request import SamplingParams
+from jaxmm.sizes import CPU_MAX_PIXELS, Sizes, describe, host_memory_bytes, settle_sizes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Padding:
+    """How much of what the device computed was filler."""
+
+    used: int = 0
+    padded: int = 0
+    """Tokens of all buckets run, filler included."""
+
+    def add(self, used: int, bucket: int) -> None:
+        self.used += used
+        self.padded += bucket
+
+    @property
+    def share(self) -> float:
+        """Share of tokens that were filler, 0 to 1."""
+        return 1 - self.used / self.padded if self.padded else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything that the engine's loop works with."""
+
+    model: ModelConfig
+    model_name: str
+    sizes: Sizes
+    tokenizer: ChatTokenizer
+    eos_ids: tuple[int, ...]
+    decoder: Decoder
+    media_map: MediaMap
+    preparer: Preparer
+    pool: PagePool
+    prefix_cache: PrefixCache
+    arena: Arena
+    scheduler: Scheduler
+    runner: Runner
+    ledger: CompileLedger
+    padding: Padding
+
+    def check_ids(self, token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Prompt ids given by a caller, int64[T0].
+
+        Raises:
+            RequestError: One is outside the vocabulary.
+        """
+        ids = np.asarray(token_ids, np.int64).reshape(-1)
+        wrong = ids[(ids < 0) | (ids >= self.model.text.vocab_size)]
+        if len(wrong):
+            raise RequestError(
+                f"token id {int(wrong[0])} is outside [0, {self.model.text.vocab_size})"
+            )
+        return ids
+
+    def check_sampling(self, params: SamplingParams) -> None:
+        """Refuse ids that the tokenizer does not have.
+
+        Raises:
+            SamplingError: In `logit_bias` or `stop_token_ids`.
+        """
+        for name, ids in (
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            for token in ids:
+                if not 0 <= token < self.tokenizer.vocab_size:
+                    raise SamplingError(
+                        f"{name} names token {token}, outside [0, {self.tokenizer.vocab_size})"
+                    )
+
+    def close(self) -> None:
+        """Free what does not go with the process."""
+        self.decoder.close()
+        self.runner.close()
+        self.ledger.close()
+
+
+def build_parts(config: EngineConfig) -> Parts:
+    """Load a checkpoint and make everything ready to serve.
+
+    Raises:
+        ConfigError, ModelError: The message names the setting, key or tensor.
+    """
+    start = time.perf_counter()
+    directory = model_directory(config)
+    model = read_config(directory)
+    check_vocabulary(model.text.vocab_size)
+    dtype = _dtype(config)
+    processor = _processor(config, model, directory)
+    sizes = _sizes(config, model, processor)
+    ledger = CompileLedger(config.on_recompile)
+    with ThreadPoolExecutor(2, thread_name_prefix="jaxmm-load") as threads:
+        # the executables need neither weights nor tokenizer: all three at once
+        weights = threads.submit(_load_weights, config, model, directory, dtype)
+        words = threads.submit(_load_tokenizer, model, directory)
+        runner = Runner(
+            model, sizes, dtype, ledger=ledger, compile_cache_dir=config.compile_cache_dir
+        )
+        runner.warm_up(progress=config.progress)
+        tokenizer = words.result()
+        runner.place(weights.result())
+    decoder = DecodePool(
+        processor,
+        Limits(config.media.max_bytes, config.media.max_decode_pixels),
+        config.media.workers,
+    )
+    media_map = MediaMap(config.media.map_entries)
+    pool = PagePool(sizes.num_pages)
+    prefix_cache = PrefixCache(pool, sizes.page_size, enabled=config.pages.prefix_cache)
+    arena = Arena(sizes.num_rows, config.arena.page_rows)
+    logger.info(
+        "ready model=%s executables=%d pages=%d page_size=%d rows=%d seconds=%.1f",
+        directory.name,
+        runner.num_executables,
+        sizes.num_pages,
+        sizes.page_size,
+        sizes.num_rows,
+        time.perf_counter() - start,
+    )
+    return Parts(
+        model=model,
+        model_name=directory.name,
+        sizes=sizes,
+        tokenizer=tokenizer,
+        eos_ids=model.eos_token_ids,
+        decoder=decoder,
+        media_map=media_map,
+        preparer=Preparer(processor, decoder, media_map, config.media, model.image_token_id),
+        pool=pool,
+        prefix_cache=prefix_cache,
+        arena=arena,
+        scheduler=Scheduler(sizes.scheduler(config), pool, prefix_cache, arena),
+        runner=runner,
+        ledger=ledger,
+        padding=Padding(),
+    )
+
+
+def _load_weights(config: EngineConfig, model: ModelConfig, directory: Path, dtype: Any) -> Any:
+    device = jax.devices()[0]
+    return load_params(
+        directory,
+        model,
+        dtype,
+        lambda _, value: jax.device_put(value, device),
+        progress=config.progress,
+    )
+
+
+def _load_tokenizer(model: ModelConfig, directory: Path) -> ChatTokenizer:
+    tokenizer = ChatTokenizer.from_checkpoint(directory)
+    if tokenizer.vocab_size > model.text.vocab_size:
+        raise ModelError(
+            f"the tokenizer has {tokenizer.vocab_size} ids and the embedding "
+            f"{model.text.vocab_size} rows"
+        )
+    tokenizer.token_bytes  # noqa: B018  # made now, not in the first request
+    return tokenizer
+
+
+def describe_buckets(config: EngineConfig) -> str:
+    """Ladders, executables and expected padding of an engine, without building it."""
+    directory = model_directory(config)
+    model = read_config(directory)
+    processor = _processor(config, model, directory)
+
+    def packed(width: int, height: int) -> int:
+        return packed_patches(processor.grid(height, width), model.vision.window_patches)
+
+    return describe(_sizes(config, model, processor), packed)
+
+
+def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
+    processor = family_module(model.family, "processor").ImageProcessor.from_checkpoint(
+        directory,
+        min_pixels=config.media.min_pixels,
+        max_pixels=config.media.max_pixels,
+    )
+    if config.media.max_pixels or jax.default_backend() != "cpu":
+        return processor
+    max_pixels = min(processor.max_pixels, CPU_MAX_PIXELS)
+    return dataclasses.replace(
+        processor, max_pixels=max_pixels, min_pixels=min(processor.min_pixels, max_pixels)
+    )
+
+
+def _sizes(config: EngineConfig, model: ModelConfig, processor: Any) -> Sizes:
+    return settle_sizes(
+        config,
+        model,
+        processor.max_patches,
+        platform=jax.default_backend(),
+        memory_bytes=device_memory_bytes(),
+        itemsize=np.dtype(_dtype(config)).itemsize,
+    )
+
+
+def default_model() -> Path:
+    """Directory of the small model that jaxmm ships, which is served when none is named."""
+    return Path(__file__).parent / "assets" / "tiny_vlm"
+
+
+def model_directory(config: EngineConfig) -> Path:
+    """Directory of the model to serve.
+
+    Raises:
+        ModelError: There is none at the path given.
+    """
+    if not config.model:
+        logger.info("no model named, serving the small one that jaxmm ships")
+        return default_model()
+    directory = Path(config.model).expanduser()
+    if not directory.is_dir():
+        raise ModelError(
+            f"model {config.model!r} is not a directory; give the path of a Hugging Face checkpoint"
+        )
+    return directory
+
+
+def device_memory_bytes() -> int:
+    """Memory of one device; on a CPU that of the machine."""
+    stats: dict[str, Any] | None = jax.devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    return host_memory_bytes()
+
+
+def _dtype(config: EngineConfig) -> Any:
+    if config.dtype == "auto":
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    return jnp.dtype(config.dtype)

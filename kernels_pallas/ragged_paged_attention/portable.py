@@ -1,0 +1,142 @@
+"""Ragged paged attention in plain JAX, with work in proportion to the real lengths. Traced.
+
+Flash attention (arXiv:2205.14135): loops with traced bounds run over sequences, query blocks and
+key blocks; nothing of size T x T or T x max_len is made.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int32
+
+if TYPE_CHECKING:
+    from kernels_pallas.ragged_paged_attention.api import Ragged
+
+
+class _Tile(NamedTuple):
+    """Queries and keys of one turn."""
+
+    queries: int
+    keys: int
+
+
+_DECODE = _Tile(1, 64)  # a small page's worth of keys stays in the first-level cache
+_TAIL = _Tile(64, 256)  # short chunks, and what whole tiles leave over
+_WHOLE = _Tile(256, 512)  # a million scores: enough for XLA's CPU backend to use all threads
+_NEVER = -1e30  # finite, so that a block without a visible key leaves no NaN behind
+
+
+def paged_attention_portable(
+    q_THC: Float[Array, "T H C"], pages_PJSC: Float[Array, "P J S C"], ragged: "Ragged"
+) -> Float[Array, "T H C"]:
+    """See `ragged_paged_attention`."""
+    num_tokens, num_heads, channels = q_THC.shape
+    num_kv = pages_PJSC.shape[1] // 2
+    q_TKGC = q_THC.reshape(num_tokens, num_kv, num_heads // num_kv, channels)
+    tail = min(_TAIL.queries, num_tokens)
+    padded_TKGC = jnp.pad(q_TKGC, ((0, tail), (0, 0), (0, 0), (0, 0)))
+
+    def attend(b: Array, offset: Array, out: Array, tile: _Tile) -> Array:
+        return _attend_tile(padded_TKGC, pages_PJSC, ragged, b, offset, out, tile)
+
+    def decode(b: Array, out: Array) -> Array:
+        return attend(b, jnp.int32(0), out, _DECODE)
+
+    def extend(b: Array, out: Array) -> Array:
+        # Ascending tiles: what the last one writes past its chunk's end, the next chunk
+        # overwrites.
+        count, done = ragged.counts_B[b], jnp.int32(0)
+        if num_tokens >= _WHOLE.queries:
+            whole = count // _WHOLE.queries
+            done = whole * _WHOLE.queries
+            out = lax.fori_loop(
+                0, whole, lambda i, o: attend(b, i * _WHOLE.queries, o, _WHOLE), out
+            )
+        tiles = (count - done + tail - 1) // tail
+        tile = _Tile(tail, _TAIL.keys)
+        return lax.fori_loop(0, tiles, lambda i, o: attend(b, done + i * tail, o, tile), out)
+
+    out_TKGC = lax.fori_loop(0, ragged.num_decodes, decode, jnp.zeros_like(padded_TKGC))
+    out_TKGC = lax.fori_loop(ragged.num_decodes, ragged.num_sequences, extend, out_TKGC)
+    return out_TKGC[:num_tokens].reshape(q_THC.shape)
+
+
+def _attend_tile(
+    q_TKGC: Float[Array, "T K G C"],
+    pages_PJSC: Float[Array, "P J S C"],
+    ragged: "Ragged",
+    sequence: Int32[Array, ""],
+    offset: Int32[Array, ""],
+    out_TKGC: Float[Array, "T K G C"],
+    tile: _Tile,
+) -> Float[Array, "T K G C"]:
+    """Attend some queries of one sequence, from `offset` in its chunk on, into `out_TKGC`."""
+    _, num_kv, group, channels = q_TKGC.shape
+    page_size = pages_PJSC.shape[2]
+    block = tile.queries
+    block_pages = max(1, min(tile.keys // page_size, ragged.tables_BQ.shape[1]))
+    block_keys = block_pages * page_size
+
+    token = ragged.starts_B[sequence] + offset
+    length = ragged.lengths_B[sequence]
+    first_position = length - ragged.counts_B[sequence] + offset
+    position_X = first_position + jnp.arange(block)
+    num_keys = jnp.minimum(length, first_position + block)
+
+    scale = jnp.asarray(channels**-0.5, q_TKGC.dtype)
+    q_XKGC = lax.dynamic_slice_in_dim(q_TKGC, token, block) * scale
+    q_KYC = q_XKGC.transpose(1, 0, 2, 3).reshape(num_kv, block * group, channels)
+
+    def over_keys(i: Int32[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+        sum_KYC, max_KY, total_KY = carry
+        # The last turn may reach past the table: shift it back and let the mask drop repeats.
+        first_page = jnp.minimum(i * block_pages, ragged.tables_BQ.shape[1] - block_pages)
+        k_KZC, v_KZC = _read_pages(
+            pages_PJSC,
+            lax.dynamic_slice(ragged.tables_BQ, (sequence, first_page), (1, block_pages))[0],
+        )
+        scores_KYZ = jnp.einsum("KYC,KZC->KYZ", q_KYC, k_KZC, preferred_element_type=jnp.float32)
+        key_Z = first_page * page_size + jnp.arange(block_keys)
+        visible_XZ = (key_Z[None] <= position_X[:, None]) & (key_Z[None] >= i * block_keys)
+        visible_YZ = jnp.repeat(visible_XZ, group, axis=0)
+        scores_KYZ = jnp.where(visible_YZ[None], scores_KYZ, _NEVER)
+        new_max_KY = jnp.maximum(max_KY, scores_KYZ.max(-1))
+        weights_KYZ = jnp.exp(scores_KYZ - new_max_KY[..., None])
+        shrink_KY = jnp.exp(max_KY - new_max_KY)
+        part_KYC = jnp.einsum(
+            "KYZ,KZC->KYC",
+            weights_KYZ.astype(v_KZC.dtype),
+            v_KZC,
+            preferred_element_type=jnp.float32,
+        )
+        return (
+            sum_KYC * shrink_KY[..., None] + part_KYC,
+            new_max_KY,
+            total_KY * shrink_KY + weights_KYZ.sum(-1),
+        )
+
+    start = (
+        jnp.zeros(q_KYC.shape, jnp.float32),
+        jnp.full(q_KYC.shape[:2], _NEVER, jnp.float32),
+        jnp.zeros(q_KYC.shape[:2], jnp.float32),
+    )
+    turns = (num_keys + block_keys - 1) // block_keys
+    sum_KYC, _, total_KY = lax.fori_loop(0, turns, over_keys, start)
+    attended_KYC = (sum_KYC / total_KY[..., None]).astype(q_TKGC.dtype)
+    attended_XKGC = attended_KYC.reshape(num_kv, block, group, channels).transpose(1, 0, 2, 3)
+    return lax.dynamic_update_slice_in_dim(out_TKGC, attended_XKGC, token, 0)
+
+
+def _read_pages(
+    pages_PJSC: Float[Array, "P J S C"], page_X: Int32[Array, " X"]
+) -> tuple[Float[Array, "K Z C"], Float[Array, "K Z C"]]:
+    """Read the keys and values of some pages, in order."""
+    num_kv, page_size, channels = pages_PJSC.shape[1] // 2, *pages_PJSC.shape[2:]
+    if page_X.shape[0] == 1:  # a slice; a gather of one page would copy it once more
+        kv_JZC = lax.dynamic_index_in_dim(pages_PJSC, page_X[0], 0, keepdims=False)
+    else:
+        kv_XJSC = pages_PJSC[page_X]
+        keys = page_X.shape[0] * page_size
+        kv_JZC = kv_XJSC.transpose(1, 0, 2, 3).reshape(2 * num_kv, keys, channels)
+    return kv_JZC[:num_kv], kv_JZC[num_kv:]

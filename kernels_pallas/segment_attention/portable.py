@@ -1,0 +1,140 @@
+"""Segment and window attention in plain jax.numpy, for CPU and GPU. Traced.
+
+Online softmax (arXiv:2205.14135) over blocks: the queries of each segment are taken a block at a
+time, and for each block a loop runs over the keys of that segment, so the cost follows the images
+and nothing of size N x N exists. Scores and sums are float32.
+
+    lane      0 0 0 0 0 0 1 1 1 - - -      segments, - is padding
+    queries   [     ] [     ]              a block starts where a segment does; what it holds of
+                          [     ]          the next one is overwritten by that one's block
+    keys      [     ] [     ]              the same for keys, but masked
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+_QUERIES = 256
+"""Queries of one loop, and keys of one step where the lane is small or the heads are many."""
+_TILE = 1 << 20
+"""Scores of one step, all heads: below a million XLA's CPU backend leaves the softmax to one
+thread; far above, they leave the cache."""
+_MASKED = -1e30
+"""Score of a key that the query does not see; finite, so that no infinity meets another."""
+
+
+def segment_attention(
+    q_NHC: Float[Array, "N H C"],
+    k_NHC: Float[Array, "N H C"],
+    v_NHC: Float[Array, "N H C"],
+    segment_N: Int32[Array, " N"],
+    block: int | None = None,
+) -> Float[Array, "N H C"]:
+    """Attention over the keys of the query's own segment; zeros for padding.
+
+    Args:
+        q_NHC: Queries, not scaled.
+        k_NHC: Keys.
+        v_NHC: Values.
+        segment_N: From 0 to N - 1, never falling; -1 for padding.
+        block: Queries of one loop and keys of one step of it; None chooses.
+    """
+    num, heads, _ = q_NHC.shape
+    key_block = block or min(max(_QUERIES, _TILE // (heads * _QUERIES)), max(num // 2, 1))
+    block = block or min(_QUERIES, num)
+    # the last block may begin at the last patch; slices must not be clamped
+    q_HNC, k_HNC, v_HNC = (
+        jnp.pad(jnp.moveaxis(x_NHC, 1, 0), ((0, 0), (0, max(block, key_block)), (0, 0)))
+        for x_NHC in (q_NHC, k_NHC, v_NHC)
+    )
+    real_N = jnp.pad(segment_N >= 0, (0, key_block))
+    first_N, stop_N, next_N = _segment_bounds(segment_N)
+
+    def attend_block(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        start, out_HNC = state
+        keys = (first_N[start], stop_N[start])
+        q_HBC = lax.dynamic_slice_in_dim(q_HNC, start, block, 1)
+        out_HBC = _attend(q_HBC, k_HNC, v_HNC, real_N, keys, key_block)
+        out_HNC = lax.dynamic_update_slice_in_dim(out_HNC, out_HBC, start, 1)
+        return next_N[jnp.minimum(start + block, stop_N[start])], out_HNC
+
+    state = (next_N[0], jnp.zeros_like(q_HNC))
+    _, out_HNC = lax.while_loop(lambda state: state[0] < num, attend_block, state)
+    return jnp.where(segment_N[:, None, None] < 0, 0, jnp.moveaxis(out_HNC[:, :num], 0, 1))
+
+
+def _segment_bounds(segment_N: Array) -> tuple[Array, Array, Array]:
+    """For each patch: where its segment begins and ends, and the next patch that is no padding.
+
+    The last array counts the patch itself, and has one entry more, for the end of the lane.
+    """
+    num = len(segment_N)
+    index_N = jnp.arange(num, dtype=jnp.int32)
+    place_N = jnp.where(segment_N < 0, num, segment_N)  # padding is dropped
+    first_I = jnp.full(num, num, jnp.int32).at[place_N].min(index_N, mode="drop")
+    stop_I = jnp.zeros(num, jnp.int32).at[place_N].max(index_N + 1, mode="drop")
+    next_N = lax.cummin(jnp.where(segment_N < 0, num, index_N), reverse=True)
+    return first_I[segment_N], stop_I[segment_N], jnp.append(next_N, num)
+
+
+def _attend(
+    q_HBC: Array,
+    k_HNC: Array,
+    v_HNC: Array,
+    real_N: Array,
+    keys: tuple[Array, Array],
+    block: int,
+) -> Array:
+    """One block of queries against a range of keys, `block` of them (J) at a time."""
+    scale = q_HBC.shape[2] ** -0.5
+    first, stop = keys
+
+    def add_block(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top_HB, sum_HB, out_HBC = state
+        start = first + j * block
+        k_HJC = lax.dynamic_slice_in_dim(k_HNC, start, block, 1)
+        v_HJC = lax.dynamic_slice_in_dim(v_HNC, start, block, 1)
+        seen_J = lax.dynamic_slice_in_dim(real_N, start, block)
+        seen_J &= start + jnp.arange(block) < stop
+        score_HBJ = jnp.einsum("hbc,hjc->hbj", q_HBC, k_HJC, preferred_element_type=jnp.float32)
+        score_HBJ = jnp.where(seen_J, score_HBJ * scale, _MASKED)
+        new_top_HB = jnp.maximum(top_HB, score_HBJ.max(axis=-1))
+        weight_HBJ = jnp.exp(score_HBJ - new_top_HB[..., None])
+        decay_HB = jnp.exp(top_HB - new_top_HB)
+        weight_sum_HB = weight_HBJ.sum(axis=-1)
+        weight_HBJ = weight_HBJ.astype(v_HJC.dtype)
+        added_HBC = jnp.einsum(
+            "hbj,hjc->hbc", weight_HBJ, v_HJC, preferred_element_type=jnp.float32
+        )
+        sum_HB = sum_HB * decay_HB + weight_sum_HB
+        return new_top_HB, sum_HB, out_HBC * decay_HB[..., None] + added_HBC
+
+    top_HB = jnp.full(q_HBC.shape[:2], _MASKED, jnp.float32)
+    state = (top_HB, jnp.zeros_like(top_HB), jnp.zeros(q_HBC.shape, jnp.float32))
+    num_blocks = (stop - first + block - 1) // block
+    _, sum_HB, out_HBC = lax.fori_loop(0, num_blocks, add_block, state)
+    return (out_HBC / sum_HB[..., None]).astype(v_HNC.dtype)  # the first key is always seen
+
+
+def window_attention(
+    q_NHC: Float[Array, "N H C"],
+    k_NHC: Float[Array, "N H C"],
+    v_NHC: Float[Array, "N H C"],
+    window_N: Int32[Array, " N"],
+    block: int,
+) -> Float[Array, "N H C"]:
+    """Attention over the keys of the query's own window; no window crosses a block boundary."""
+    num, heads, channels = q_NHC.shape
+
+    def attend_window(arrays: tuple[Array, Array, Array, Array]) -> Array:
+        q_HBC, k_HBC, v_HBC = (jnp.moveaxis(x_BHC, 1, 0) for x_BHC in arrays[:3])
+        window_B = arrays[3]
+        score_HBB = jnp.einsum("hbc,hdc->hbd", q_HBC, k_HBC, preferred_element_type=jnp.float32)
+        score_HBB = jnp.where(window_B[:, None] == window_B, score_HBB * channels**-0.5, _MASKED)
+        weight_HBB = jax.nn.softmax(score_HBB, axis=-1).astype(v_HBC.dtype)
+        return jnp.einsum("hbd,hdc->bhc", weight_HBB, v_HBC)
+
+    blocks = (x_NHC.reshape(-1, block, heads, channels) for x_NHC in (q_NHC, k_NHC, v_NHC))
+    out_JBHC: Array = lax.map(attend_window, (*blocks, window_N.reshape(-1, block)))
+    return out_JBHC.reshape(num, heads, channels)

@@ -1,0 +1,110 @@
+"""The command line: jaxmm serve | generate | buckets. Host only."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from jaxmm.errors import JaxmmError
+from jaxmm.request import Delta, Request, SamplingParams
+from serving.config import ENGINE_PREFIX, ServerConfig, load_server_config
+from serving.engine import LoadEngine, describe_buckets, load_engine
+from serving.flags import add_flags, given_settings
+
+
+def main(arguments: Sequence[str] | None = None, load: LoadEngine = load_engine) -> int:
+    """Run one command; give the exit status.
+
+    Args:
+        arguments: Words after `jaxmm`; None: those of the process.
+        load: What builds the engine.
+    """
+    parsed = _parser().parse_args(arguments)
+    try:
+        config = load_server_config(parsed.config, given_settings(parsed, ServerConfig))
+        parsed.run(parsed, config, load)
+    except JaxmmError as e:
+        print(f"jaxmm: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxmm", description="Multimodal serving on JAX.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="start the HTTP server")
+    serve.set_defaults(run=_serve)
+    add_flags(serve, ServerConfig)
+    generate = commands.add_parser("generate", help="answer one question here")
+    generate.set_defaults(run=_generate)
+    generate.add_argument("question")
+    generate.add_argument("--image", type=Path, action="append", default=[], metavar="FILE")
+    generate.add_argument("--stream", action="store_true", help="write the answer as it comes")
+    _add_sampling(generate)
+    add_flags(generate, ServerConfig, ENGINE_PREFIX)
+    buckets = commands.add_parser("buckets", help="show what would be compiled, and the padding")
+    buckets.set_defaults(run=_buckets)
+    add_flags(buckets, ServerConfig, ENGINE_PREFIX)
+    for command in (serve, generate, buckets):
+        command.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML")
+    return parser
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    defaults = SamplingParams()
+    group.add_argument("--max-tokens", type=int, default=defaults.max_tokens, metavar="N")
+    group.add_argument("--temperature", type=float, default=defaults.temperature, metavar="X")
+    group.add_argument("--top-p", type=float, default=defaults.top_p, metavar="X")
+    group.add_argument("--top-k", type=int, default=defaults.top_k, metavar="N")
+    group.add_argument("--seed", type=int, metavar="N")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT")
+
+
+def _serve(_: argparse.Namespace, config: ServerConfig, load: LoadEngine) -> None:
+    from serving.main import serve  # brings the web framework
+
+    serve(config, load)
+
+
+def _buckets(_: argparse.Namespace, config: ServerConfig, __: LoadEngine) -> None:
+    print(describe_buckets(config.engine))
+
+
+def _generate(parsed: argparse.Namespace, config: ServerConfig, load: LoadEngine) -> None:
+    request = _request(parsed)
+    engine = load(config.engine)
+    try:
+        asyncio.run(_print_answer(engine.astream(request), parsed.stream))
+    finally:
+        engine.close()
+
+
+def _request(parsed: argparse.Namespace) -> Request:
+    parts: list[dict[str, str]] = [{"type": "image"}] * len(parsed.image)
+    parts.append({"type": "text", "text": parsed.question})
+    return Request(
+        id="generate",
+        messages=[{"role": "user", "content": parts}],
+        images=tuple(parsed.image),
+        sampling=SamplingParams(
+            max_tokens=parsed.max_tokens,
+            temperature=parsed.temperature,
+            top_p=parsed.top_p,
+            top_k=parsed.top_k,
+            seed=parsed.seed,
+            stop=tuple(parsed.stop),
+        ),
+    )
+
+
+async def _print_answer(deltas: AsyncIterator[Delta], stream: bool) -> None:
+    texts = []
+    async for delta in deltas:
+        texts.append(delta.text)
+        if stream:
+            print(delta.text, end="", flush=True)
+    print("" if stream else "".join(texts))

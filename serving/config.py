@@ -1,0 +1,88 @@
+"""Settings of the HTTP server; the engine's are one field. Host only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxmm.config import EngineConfig, environment, load_config
+from jaxmm.errors import ConfigError
+
+ENGINE_PREFIX = "engine."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchConfig:
+    """Pictures that the server gets from URLs. `engine.media` limits what they may be."""
+
+    schemes: tuple[str, ...] = ("http", "https")
+    """URL schemes that are fetched; none: data URIs alone. Redirects are held to them too."""
+    allowed_hosts: tuple[str, ...] = ("*",)
+    """Hosts that may be asked: `name`, `name:port`, `.domain` for all below it, `*` for all.
+    Private, loopback and link-local addresses are refused unless `name` or `name:port` is here."""
+    timeout_seconds: float = 20.0
+    """Time for one picture, redirects included."""
+    max_redirects: int = 5
+    """Redirects followed for one picture; each target is checked like the first."""
+
+    def __post_init__(self) -> None:
+        if self.timeout_seconds <= 0:
+            raise ConfigError(
+                f"fetch.timeout_seconds={self.timeout_seconds} is not above 0; use 20"
+            )
+        if self.max_redirects < 0:
+            raise ConfigError(f"fetch.max_redirects={self.max_redirects} is negative; use 0")
+        for scheme in self.schemes:
+            if scheme not in ("http", "https"):
+                raise ConfigError(f"fetch.schemes has {scheme!r}; only http and https are fetched")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Everything that the server can be told."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0: every interface."""
+    port: int = 8000
+    """0: any free port."""
+    model_name: str = ""
+    """Name that requests call the model by; empty: the engine's."""
+    max_request_bytes: int = 64 << 20
+    """Largest request body, and the most that one request may have fetched in all."""
+    default_max_tokens: int = 2048
+    """Length of an answer when the request gives none; the context ends it earlier."""
+    deadline_seconds: float = 600.0
+    """Time that the engine may spend on one request, queueing included."""
+    drain_seconds: float = 30.0
+    """Time that running requests have to end after SIGTERM."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """What the process logs."""
+    fetch: FetchConfig = field(default_factory=FetchConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port={self.port} is outside [0, 65535]")
+        for name in ("max_request_bytes", "default_max_tokens", "deadline_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} is not above 0")
+        if self.drain_seconds < 0:
+            raise ConfigError(f"drain_seconds={self.drain_seconds} is negative; use 0")
+
+
+def load_server_config(
+    path: str | Path | None = None, overrides: Mapping[str, Any] | None = None
+) -> ServerConfig:
+    """Build the settings, later wins: defaults, a TOML file, `JAXMM_*` variables, overrides.
+
+    Variables name the engine's fields without `ENGINE_`, as for an engine alone: `JAXMM_MODEL`.
+
+    Args:
+        path: TOML file with the server's fields and the tables `[fetch]`, `[engine]`, …
+        overrides: Dotted name to value, `"engine.pages.page_size": 16`.
+
+    Raises:
+        ConfigError: An unknown key or a value that cannot work.
+    """
+    engine = {ENGINE_PREFIX + name: value for name, value in environment(EngineConfig).items()}
+    return load_config(ServerConfig, path, {**engine, **(overrides or {})})

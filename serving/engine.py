@@ -1,0 +1,49 @@
+"""The engine as the server sees it, and how it is loaded. Host only."""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+from jaxmm.config import EngineConfig
+from jaxmm.host.chat import ChatTokenizer
+from jaxmm.request import Delta, Request
+
+
+class ServedEngine(Protocol):
+    """What the server needs of `jaxmm.Engine`."""
+
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def tokenizer(self) -> ChatTokenizer: ...
+    @property
+    def healthy(self) -> bool: ...
+
+    def astream(self, request: Request) -> AsyncIterator[Delta]:
+        """Answer one request; cancelling the iteration aborts it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+LoadEngine = Callable[[EngineConfig], ServedEngine]
+
+
+def load_engine(config: EngineConfig) -> ServedEngine:
+    """Build the engine.
+
+    Raises:
+        ConfigError: Settings that cannot work together.
+        ModelError: The checkpoint cannot be loaded.
+    """
+    from jaxmm.engine import Engine  # takes seconds and may claim the devices
+
+    return Engine(config)
+
+
+def describe_buckets(config: EngineConfig) -> str:
+    """Describe what an engine of this config compiles, without building it."""
+    from jaxmm import start  # brings jax
+
+    return start.describe_buckets(config)

@@ -1,0 +1,90 @@
+"""Starting the server, and telling how to use it. Host only."""
+
+import json
+import logging
+import shlex
+import signal
+import socket
+import sys
+
+import uvicorn
+
+from jaxmm.errors import ConfigError
+from serving.app import create_app
+from serving.config import ServerConfig
+from serving.engine import LoadEngine, ServedEngine, load_engine
+from serving.example import picture_uri
+
+_BACKLOG = 2048
+
+
+def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
+    """Load the engine and serve until SIGINT or SIGTERM; then let running requests end.
+
+    Raises:
+        ConfigError: The address cannot be had.
+        ModelError: The checkpoint cannot be loaded.
+    """
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    signal.signal(signal.SIGTERM, _leave)  # uvicorn raises it again when it has drained
+    with _bind(config.host, config.port) as listener:  # before minutes of loading
+        engine = load(config.engine)
+        try:
+            listener.listen(_BACKLOG)  # a line pasted at once waits instead of failing
+            _print_usage(config, listener, engine.model_name)
+            uvicorn.Server(uvicorn_config(engine, config)).run(sockets=[listener])
+        finally:
+            engine.close()
+
+
+def curl_line(url: str, model: str) -> str:
+    """One shell command that asks the server about a small picture, which is part of it."""
+    content = [
+        {"type": "image_url", "image_url": {"url": picture_uri()}},
+        {"type": "text", "text": "What is in the picture?"},
+    ]
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 32,
+        "temperature": 0,
+    }
+    command = ["curl", f"{url}/v1/chat/completions", "-H", "content-type: application/json", "-d"]
+    return shlex.join([*command, json.dumps(body)])
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(0)
+
+
+def uvicorn_config(engine: ServedEngine, config: ServerConfig) -> uvicorn.Config:
+    """Settings of the HTTP machinery: no logging of its own, and time to drain."""
+    return uvicorn.Config(
+        create_app(engine, config),
+        log_config=None,
+        access_log=False,
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=round(config.drain_seconds),
+    )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as e:
+        raise ConfigError(f"cannot listen at {host} port {port}: {e.strerror}") from e
+    return listener
+
+
+def _print_usage(config: ServerConfig, listener: socket.socket, engine_name: str) -> None:
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+    shown = f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{listener.getsockname()[1]}"
+    line = curl_line(url, config.model_name or engine_name)
+    sys.stdout.write(f"\njaxmm serves at {url}\n\n{line}\n\n")
+    sys.stdout.flush()

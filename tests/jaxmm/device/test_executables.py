@@ -1,0 +1,92 @@
+"""Executables kept between starts, and what happens to damaged ones."""
+
+import logging
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxmm.device.executables import Executables
+from jaxmm.device.ledger import CompileLedger
+
+SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+
+def lower(factor: float) -> jax.stages.Lowered:
+    return jax.jit(lambda x: x * factor).lower(SHAPE)
+
+
+def warmed(
+    directory: str, ledger: CompileLedger, fingerprint: str = "model", factor: float = 2.0
+) -> Executables:
+    made = Executables(ledger, directory, fingerprint)
+    made.warm_up({("language", 4): lambda: lower(factor)}, progress=False)
+    made.settle()
+    return made
+
+
+def run(executables: Executables) -> list[float]:
+    return np.array(executables["language", 4](np.ones(4, np.float32))).tolist()
+
+
+@pytest.fixture
+def ledger():
+    ledger = CompileLedger("log")
+    yield ledger
+    ledger.close()
+
+
+def test_second_start_restores_what_the_first_compiled(
+    tmp_path: Path, ledger: CompileLedger
+) -> None:
+    assert run(warmed(str(tmp_path), ledger)) == [2.0] * 4
+    restored = warmed(str(tmp_path), ledger, factor=5.0)  # would show if it were compiled again
+    assert run(restored) == [2.0] * 4
+    assert [record.restored for record in ledger.records] == [False, True]
+
+
+def test_other_fingerprint_is_another_executable(tmp_path: Path, ledger: CompileLedger) -> None:
+    warmed(str(tmp_path), ledger)
+    assert run(warmed(str(tmp_path), ledger, "other model", factor=5.0)) == [5.0] * 4
+
+
+def test_without_a_directory_nothing_is_kept(tmp_path: Path, ledger: CompileLedger) -> None:
+    warmed("", ledger)
+    warmed("", ledger)
+    assert not any(record.restored for record in ledger.records)
+
+
+def test_directory_that_cannot_be_made_costs_only_the_cache(
+    tmp_path: Path, ledger: CompileLedger, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        assert run(warmed(str(tmp_path / "file" / "inside"), ledger)) == [2.0] * 4
+    assert "compile cache not written" in caplog.text
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.one_of(st.none(), st.integers(0, 7)))
+def test_damaged_entry_is_ignored_and_made_again(
+    tmp_path_factory: pytest.TempPathFactory, place: float, bit: int | None
+) -> None:
+    """Cut short (no bit), or one bit turned."""
+    directory, ledger = tmp_path_factory.mktemp("cache"), CompileLedger("log")
+    warmed(str(directory), ledger)
+    [path] = directory.iterdir()
+    entry = bytearray(path.read_bytes())
+    at = int(place * len(entry))
+    if bit is None:
+        del entry[at:]
+    else:
+        entry[at] ^= 1 << bit
+    path.write_bytes(entry)
+    assert run(warmed(str(directory), ledger)) == [2.0] * 4
+    assert not ledger.records[-1].restored
+    warmed(str(directory), ledger)
+    assert ledger.records[-1].restored
+    ledger.close()

@@ -1,0 +1,75 @@
+"""Prompts for tests of the host: text ids and pictures written as a list of parts."""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxmm.host.item import Item, Modality, Prompt, Span
+
+PLACEHOLDER = 7
+MERGE = 4
+"""Patches of a row."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """`name` is the content; equal `name` and `num_rows`, equal identity."""
+
+    name: str
+    num_rows: int
+    has_features: bool = True
+    forged: bool = False
+    """The caller gave a hash of its own, the same for all forged pictures."""
+
+
+def identity_of(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
+def make_item(picture: Picture, offsets: tuple[Span, ...]) -> Item:
+    identity = identity_of(f"{picture.name}:{picture.num_rows}")
+    words = np.frombuffer(identity_of("forged") if picture.forged else identity, np.uint64)
+    features = np.zeros((picture.num_rows * MERGE, 1), np.uint8) if picture.has_features else None
+    return Item(
+        modality=Modality.IMAGE,
+        features=features,
+        embeddings=None,
+        grid_thw=(1, MERGE, picture.num_rows),
+        num_rows=picture.num_rows,
+        identity=identity,
+        sentinels=tuple(1_000_000 + int(word >> np.uint64(2)) for word in words),
+        offsets=offsets,
+    )
+
+
+def make_prompt(*parts: list[int] | Picture) -> Prompt:
+    """Expand parts: ids as they are, pictures as runs of placeholders."""
+    ids: list[int] = []
+    cache_ids: list[int] = []
+    item_index: list[int] = []
+    row_index: list[int] = []
+    items: list[Item] = []
+    for part in parts:
+        if isinstance(part, list):
+            ids += part
+            cache_ids += part
+            item_index += [-1] * len(part)
+            row_index += [-1] * len(part)
+            continue
+        rows = range(part.num_rows)
+        items.append(make_item(part, (Span(len(ids), len(ids) + part.num_rows),)))
+        ids += [PLACEHOLDER] * part.num_rows
+        cache_ids += [items[-1].sentinels[row % 4] for row in rows]
+        item_index += [len(items) - 1] * part.num_rows
+        row_index += rows
+    length = np.arange(len(ids), dtype=np.int32)
+    return Prompt(
+        ids=np.array(ids, np.int64),
+        cache_ids=np.array(cache_ids, np.int64),
+        item_index=np.array(item_index, np.int32),
+        row_index=np.array(row_index, np.int32),
+        positions=np.stack([length, length, length]),
+        delta=0,
+        items=tuple(items),
+    )

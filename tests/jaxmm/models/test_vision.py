@@ -1,0 +1,139 @@
+"""Both vision encoders against transformers, several images in one lane."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+
+from jaxmm.host.lanes import pack_lane
+from jaxmm.models import family_module, read_config
+from jaxmm.models.loading import load_params
+from tests.checkpoints import FAMILIES, Family, checkpoint
+
+# float32 on both sides; sums of a few hundred terms in another order
+RELATIVE = 1e-4
+
+LANE_PATCHES = 1024
+"""One shape for all cases, so that each encoder is compiled once."""
+
+GRIDS = {
+    "one row": [(1, 2, 2)],
+    "one full window": [(1, 8, 8)],
+    "a multiple of four rows": [(1, 16, 24)],
+    "ragged right and bottom": [(1, 10, 14)],
+    "20 to 1 wide": [(1, 2, 40)],
+    "20 to 1 tall": [(1, 40, 2)],
+    "three sizes": [(1, 12, 6), (1, 8, 8), (1, 22, 18)],
+    "the same size twice": [(1, 6, 10), (1, 6, 10)],
+}
+
+
+@functools.cache
+def reference_encoder(family: Family) -> torch.nn.Module:
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
+        checkpoint(family), attn_implementation="sdpa"
+    )
+    return model.model.visual.eval()
+
+
+@functools.cache
+def encoder(family: Family, implementation: str) -> Callable[..., jax.Array]:
+    directory = checkpoint(family)
+    config = read_config(directory)
+    params = load_params(directory, config, np.float32, lambda _, value: jnp.asarray(value))
+    encoder_class = family_module(family, "vision").VisionEncoder
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: encoder_class(config.vision, implementation=implementation))
+    )
+    nnx.replace_by_pure_dict(state, params["vision"])
+    return jax.jit(nnx.merge(graph, state))
+
+
+def random_patches(grids: list[tuple[int, int, int]]) -> list[np.ndarray]:
+    random = np.random.default_rng(len(grids))
+    return [
+        random.integers(0, 256, (h * w, 3 * 14 * 14), np.uint8).astype(np.uint8)
+        for _, h, w in grids
+    ]
+
+
+def reference_rows(family: Family, patches: list[np.ndarray], grids: list) -> np.ndarray:
+    """Rows of transformers' encoder, for pixels normalised by its processor's rule."""
+    config = read_config(checkpoint(family)).vision
+    pixels = np.concatenate(patches).reshape(-1, 3, 1, 14, 14).astype(np.float64) / 255.0
+    mean, std = (np.array(v).reshape(3, 1, 1, 1) for v in (config.image_mean, config.image_std))
+    frames = np.repeat((pixels - mean) / std, 2, axis=2).reshape(len(pixels), -1)
+    with torch.no_grad():
+        output = reference_encoder(family)(
+            torch.from_numpy(frames.astype(np.float32)), grid_thw=torch.tensor(grids)
+        )
+    return output.pooler_output.numpy()
+
+
+def encode(
+    family: Family, patches: list[np.ndarray], grids: list, implementation: str = "portable"
+) -> np.ndarray:
+    """Rows of jaxmm's encoder, in raster order, by way of a lane."""
+    window_patches = read_config(checkpoint(family)).vision.window_patches
+    sizes = [h * w // 4 for _, h, w in grids]
+    slots = np.split(np.arange(sum(sizes), dtype=np.int32), np.cumsum(sizes)[:-1])
+    lane = pack_lane(
+        patches,
+        grids,
+        slots,
+        lane_patches=LANE_PATCHES,
+        window_patches=window_patches,
+        drop_slot=sum(sizes),
+    )
+    rows = encoder(family, implementation)(lane.patches, lane.coords, lane.segment, lane.window)
+    assert np.isfinite(rows).all()
+    placed = np.zeros((sum(sizes) + 1, rows.shape[1]), np.float32)
+    placed[lane.slots] = rows
+    return placed[:-1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", GRIDS)
+def test_rows_equal_those_of_transformers(family: Family, case: str) -> None:
+    grids = GRIDS[case]
+    patches = random_patches(grids)
+    expected = reference_rows(family, patches, grids)
+    rows = encode(family, patches, grids)
+    np.testing.assert_allclose(rows, expected, atol=RELATIVE * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_implementations_agree(family: Family) -> None:
+    grids = GRIDS["three sizes"]
+    patches = random_patches(grids)
+    portable = encode(family, patches, grids)
+    reference = encode(family, patches, grids, "reference")
+    np.testing.assert_allclose(portable, reference, atol=RELATIVE * np.abs(reference).max(), rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_do_not_depend_on_lane_mates(family: Family) -> None:
+    grids = GRIDS["three sizes"]
+    patches = random_patches(grids)
+    together = encode(family, patches, grids)
+    alone = encode(family, patches[1:2], grids[1:2])
+    first = grids[0][1] * grids[0][2] // 4
+    np.testing.assert_allclose(
+        together[first : first + len(alone)], alone, atol=RELATIVE * np.abs(alone).max(), rtol=0
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_module_has_the_parameters_of_the_table(family: Family) -> None:
+    config = read_config(checkpoint(family))
+    encoder_class = family_module(family, "vision").VisionEncoder
+    state = nnx.state(nnx.eval_shape(lambda: encoder_class(config.vision)))
+    shapes = {("vision", *path): leaf.shape for path, leaf in nnx.to_flat_state(state)}
+    table = family_module(family, "params").parameters(config)
+    assert shapes == {p.path: p.shape for p in table if p.path[0] == "vision"}

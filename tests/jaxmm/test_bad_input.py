@@ -1,0 +1,414 @@
+"""What is wrong with one request is told to that request alone, and the next one is served."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmm.api import generate
+from jaxmm.config import EngineConfig, load_config
+from jaxmm.engine import Engine
+from jaxmm.errors import (
+    EngineStopped,
+    MediaError,
+    MediaTooLarge,
+    ModelError,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+    SamplingError,
+)
+from jaxmm.request import Request, SamplingParams
+from tests.checkpoints import checkpoint
+from tests.engines import (
+    MEDIA,
+    SMALL,
+    ask,
+    assert_same,
+    engine,
+    make_engine,
+    on_loop,
+    picture,
+    png,
+    request,
+    scheduling,
+    solo,
+    turn,
+)
+
+ASK = turn("<image>", "what is it")
+PICTURE = png(picture(112, 112, 41))
+
+
+@pytest.fixture
+def on() -> Iterator[Engine]:
+    """The shared engine; after the test it gives the answer that it gave before."""
+    shared = engine("qwen2_vl")
+    expected = solo(shared, ASK, [PICTURE])
+    yield shared
+    assert shared.healthy
+    assert_same(ask(shared, request(ASK, [PICTURE]))[0], expected)
+
+
+# Pictures
+
+
+@pytest.mark.parametrize("name", ["cut.png", "cut.jpg", "empty.png", "page.png", "zip.png"])
+def test_picture_that_cannot_be_read(on: Engine, name: str) -> None:
+    data = (MEDIA / name).read_bytes()
+    with pytest.raises(MediaError, match="image 2 of 2: "):
+        ask(on, request(turn("<image>", "<image>"), [PICTURE, data]))
+
+
+def test_picture_too_thin_for_the_model(on: Engine) -> None:
+    with pytest.raises(RequestError, match="200"):
+        ask(on, request(ASK, [(MEDIA / "thin_4000x1.png").read_bytes()]))
+
+
+def test_path_without_a_file(on: Engine, tmp_path: Path) -> None:
+    with pytest.raises(MediaError, match="cannot be read"):
+        ask(on, request(ASK, [tmp_path / "none.png"]))
+
+
+@pytest.mark.parametrize("source", ["a.png", 7, np.zeros((3, 3), np.uint8), None])
+def test_picture_of_a_wrong_type(on: Engine, source: Any) -> None:
+    with pytest.raises(MediaError):
+        ask(on, request(ASK, [source]))
+
+
+def test_file_that_changes_while_its_request_waits(on: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(PICTURE)
+    ask(on, request(turn("first", "<image>"), [path]))
+    on_loop(on, on._parts.prefix_cache.clear)
+    on_loop(on, on._parts.arena.clear)
+    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with held_up(on):  # prepared, and known without decoding
+        on.submit(request(turn("second", "<image>"), [path]), heard.put)
+        while on._inbox.empty():
+            time.sleep(0.001)
+        path.write_bytes(png(picture(112, 112, 42)))
+    error = heard.get(timeout=60)
+    assert isinstance(error, MediaError)
+    assert "has changed" in str(error)
+
+
+@contextlib.contextmanager
+def held_up(on: Engine) -> Iterator[None]:
+    """Let an idle engine's thread do nothing meanwhile."""
+    gate, reached = threading.Event(), threading.Event()
+    on._inbox.put(reached.set)
+    on._inbox.put(gate.wait)
+    reached.wait(60)
+    while not on._inbox.empty():
+        time.sleep(0.001)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+# Numbers of pictures and places
+
+
+@pytest.mark.parametrize("num_images", [0, 1, 3])
+def test_other_number_of_pictures_than_places(on: Engine, num_images: int) -> None:
+    with pytest.raises(RequestError, match=f"2 images and {num_images} were sent"):
+        ask(on, request(turn("<image>", "<image>"), [PICTURE] * num_images))
+
+
+def test_more_pictures_than_the_limit(on: Engine) -> None:
+    with pytest.raises(RequestError, match="33 images; the limit is 32"):
+        ask(on, request(turn(*["<image>"] * 33), [PICTURE] * 33))
+
+
+def test_pixel_limits_that_contradict(on: Engine) -> None:
+    with pytest.raises(RequestError, match="pixels"):
+        ask(on, request(ASK, [PICTURE], min_pixels=50000, max_pixels=3136))
+
+
+def test_placeholder_ids_that_have_no_picture(on: Engine) -> None:
+    pad = on._parts.model.image_token_id
+    with pytest.raises(RequestError, match="1 images and 0 were sent"):
+        ask(on, request(None, token_ids=[1, pad, 2]))
+
+
+# Length
+
+
+def test_prompt_beyond_the_models_length(on: Engine) -> None:
+    with pytest.raises(PromptTooLong, match="the limit is 1023"):
+        ask(on, request(turn("one " * 1100)))
+
+
+def test_prompt_that_fills_the_length_gets_one_token(on: Engine) -> None:
+    [longest] = ask(on, request(None, token_ids=[5] * 1023))
+    assert (len(longest.token_ids), longest.finish_reason) == (1, "length")
+    with pytest.raises(PromptTooLong, match="1024 tokens, 0 of them from images"):
+        ask(on, request(None, token_ids=[5] * 1024))
+
+
+def test_pictures_beyond_the_models_length(on: Engine) -> None:
+    big = [png(picture(280, 280, 50 + i)) for i in range(11)]  # a hundred rows each
+    with pytest.raises(PromptTooLong, match="1100 of them from images"):
+        ask(on, request(turn(*["<image>"] * 11), big))
+
+
+def test_picture_above_the_largest_lane(on: Engine) -> None:
+    with (
+        scheduling(on, max_lane_patches=32, max_patches_per_step=32),
+        pytest.raises(MediaTooLarge, match="the limit is 32"),
+    ):
+        ask(on, request(turn("wide", "<image>"), [png(picture(224, 224, 43))]))
+
+
+def test_empty_prompt(on: Engine) -> None:
+    with pytest.raises(RequestError, match="no tokens"):
+        ask(on, request(None, token_ids=[]))
+
+
+def test_ids_outside_the_vocabulary(on: Engine) -> None:
+    with pytest.raises(RequestError, match="token id 512 is outside"):
+        ask(on, request(None, token_ids=[1, 512]))
+
+
+# Parameters
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {name: NAN}
+        for name in (
+            *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+            *("frequency_penalty", "max_tokens", "min_tokens", "top_k", "n", "seed", "logprobs"),
+        )
+    ]
+    + [
+        {"logit_bias": {3: NAN}},
+        {"logit_bias": {3: 101.0}},
+        {"logit_bias": {1.5: 1.0}},
+        {"logit_bias": dict.fromkeys(range(301), 1.0)},
+        {"temperature": -0.1},
+        {"temperature": float("inf")},
+        {"temperature": "hot"},
+        {"temperature": None},
+        {"top_p": 0.0},
+        {"max_tokens": 0},
+        {"max_tokens": 2.5},
+        {"max_tokens": True},
+        {"min_tokens": 9, "max_tokens": 8},
+        {"logprobs": 2.5},
+        {"logprobs": 21},
+        {"n": 0},
+        {"seed": 1 << 63},
+        {"stop": "word"},
+        {"stop": ("",)},
+        {"stop": (b"bytes",)},
+        {"stop_token_ids": (1.5,)},
+        {"stop_token_ids": tuple(range(17))},
+    ],
+    ids=str,
+)
+def test_parameter_out_of_its_range(fields: dict[str, Any]) -> None:
+    with pytest.raises(SamplingError, match=next(iter(fields))):
+        SamplingParams(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"logit_bias": {500: 1.0}}, {"stop_token_ids": (-1, 511)}])
+def test_ids_that_the_tokenizer_does_not_have(on: Engine, fields: dict[str, Any]) -> None:
+    with pytest.raises(SamplingError):
+        ask(on, request(ASK, [PICTURE], **fields))
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers(on: Engine) -> None:
+    [result] = ask(on, request(ASK, [PICTURE], max_tokens=np.int64(3), logprobs=np.int32(2)))
+    assert len(result.token_ids) == 3
+
+
+# Requests as a whole
+
+
+@pytest.mark.parametrize("given", [{}, {"text": "a", "token_ids": [1]}])
+def test_not_exactly_one_prompt(on: Engine, given: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="exactly one"):
+        ask(on, request(None, **given))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        [{"role": "robot", "content": "a"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": [{"type": "video"}]}],
+        [{"role": "user", "content": 5}],
+        "a question",
+        [7],
+    ],
+    ids=str,
+)
+def test_messages_in_another_form(on: Engine, messages: Any) -> None:
+    with pytest.raises(RequestError, match="messages"):
+        ask(on, request(messages))
+
+
+def test_unknown_argument_names_the_known_ones(on: Engine) -> None:
+    with pytest.raises(RequestError, match=r"'max_token'; known are .*max_tokens"):
+        generate("a", engine=on, max_token=3)
+
+
+def test_id_in_use(on: Engine) -> None:
+    first = request(turn("one"), max_tokens=256)
+    second = Request(id=first.id, text="two")
+    on.submit(first, lambda event: None)
+    with pytest.raises(RequestError, match="is in use"):
+        on.submit(second, lambda event: None)
+    on.abort(first.id)
+
+
+def test_full_queue(on: Engine) -> None:
+    many = [request(None, token_ids=[1 + i % 100], max_tokens=1) for i in range(1025)]
+    with held_up(on), pytest.raises(Overloaded, match="1024 requests are waiting"):
+        for one in many:
+            on.submit(one, lambda event: None)
+    for one in many:
+        on.abort(one.id)
+
+
+def test_bad_requests_in_a_batch_cost_the_good_ones_nothing(on: Engine) -> None:
+    good = [request(ASK, [png(picture(112, 84, i))]) for i in range(4)]
+    alone = [solo(on, one.messages, one.images) for one in good]
+    bad = [
+        request(ASK, [PICTURE[:50]]),
+        request(turn("one " * 1100)),
+        request(ASK, []),
+        request(turn("a"), logit_bias={500: 1.0}),
+    ]
+    heard: dict[str, queue.SimpleQueue[Any]] = {}
+    for one in itertools.chain(*zip(good, bad, strict=True)):
+        heard[one.id] = queue.SimpleQueue()
+        on.submit(one, heard[one.id].put)
+    for one in bad:
+        assert isinstance(heard[one.id].get(timeout=60), RequestError)
+    for one, expected in zip(good, alone, strict=True):
+        deltas = [heard[one.id].get(timeout=60) for _ in expected.token_ids]
+        assert tuple(t for delta in deltas for t in delta.token_ids) == expected.token_ids
+
+
+def test_event_loop_that_is_closed_before_its_answer_is_complete(on: Engine) -> None:
+    aborted = on.scheduler.counters.aborted
+    loop = asyncio.new_event_loop()
+    deltas = on.astream(request(turn("one red house"), max_tokens=900))
+    loop.run_until_complete(anext(deltas))
+    loop.close()
+    while on.scheduler.has_work:
+        on_loop(on, lambda: None)
+    assert on.scheduler.counters.aborted == aborted + 1
+
+
+# The end of an engine
+
+
+def test_closed_engine_refuses_and_everybody_waiting_is_told() -> None:
+    mine = make_engine("qwen2_vl")
+    heard: dict[str, queue.SimpleQueue[Any]] = {}
+    for i in range(60):
+        one = request(turn(f"{i}", "<image>"), [png(picture(100 + i, 100, i))], max_tokens=300)
+        heard[one.id] = queue.SimpleQueue()
+        mine.submit(one, heard[one.id].put)
+    mine.close()
+    for events in heard.values():
+        last = None
+        while not events.empty():
+            last = events.get()
+        assert isinstance(last, EngineStopped)
+    with pytest.raises(EngineStopped, match="it was closed"):
+        ask(mine, request(ASK, [PICTURE]))
+    with pytest.raises(EngineStopped):
+        mine.flush_caches()
+    mine.close()
+
+
+def test_loop_that_fails_tells_everybody_and_refuses_what_comes_later() -> None:
+    with make_engine("qwen2_vl") as mine:
+        heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        many = [request(turn(f"{i} one"), max_tokens=500) for i in range(8)]
+        for one in many:
+            mine.submit(one, heard.put)
+        started = threading.Event()
+        mine._inbox.put(started.set)
+        started.wait(30)
+
+        def fault() -> None:
+            raise MemoryError("out of memory")
+
+        mine._inbox.put(fault)
+        told = 0
+        while told < len(many):
+            told += isinstance(heard.get(timeout=30), EngineStopped)
+        mine._thread.join(30)
+        with pytest.raises(EngineStopped, match="out of memory"):
+            ask(mine, request(ASK, [PICTURE]))
+
+
+# Checkpoints and settings
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A checkpoint whose files may be changed."""
+    shutil.copytree(checkpoint("qwen2_vl"), tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def start(directory: Path, **settings: Any) -> None:
+    values = {**SMALL, "model": str(directory), "compile_cache_dir": "", **settings}
+    Engine(load_config(EngineConfig, None, values)).close()
+
+
+def test_model_that_is_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is not a directory"):
+        start(tmp_path / "none")
+
+
+def test_model_type_that_is_not_known(copied: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"model_type": "qwen9_vl"}))
+    with pytest.raises(ModelError, match="qwen9_vl"):
+        start(copied)
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "misshapen"])
+def test_weights_that_do_not_fit_the_config(copied: Path, change: str) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    weights = load_file(copied / "model.safetensors")
+    if change == "missing":
+        del weights["model.norm.weight"]
+    elif change == "extra":
+        weights["model.layers.7.weight"] = np.zeros(3, np.float32)
+    else:
+        weights["model.norm.weight"] = np.zeros(63, np.float32)
+    save_file(weights, copied / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.layers\.7|model\.norm"):
+        start(copied)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_file_that_is_missing(copied: Path, name: str) -> None:
+    (copied / name).unlink()
+    with pytest.raises(ModelError):
+        start(copied)

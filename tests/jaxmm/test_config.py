@@ -1,0 +1,136 @@
+"""Settings: where they come from, which wins, and what is said about wrong ones."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxmm.config import EngineConfig, PageConfig, environment, field_names, load_config
+from jaxmm.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def no_settings_around(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The machine's own variables do not matter here."""
+    for name in [n for n in os.environ if n.startswith("JAXMM_")]:
+        monkeypatch.delenv(name)
+    yield
+
+
+def toml(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert load_config(EngineConfig) == EngineConfig()
+
+
+def test_toml_tables_fill_nested_settings(tmp_path: Path) -> None:
+    path = toml(tmp_path, 'model = "m"\n[pages]\npage_size = 32\n[media]\nworkers = 3\n')
+    config = load_config(EngineConfig, path)
+    assert (config.model, config.pages.page_size, config.media.workers) == ("m", 32, 3)
+    assert config.arena == EngineConfig().arena
+
+
+def test_later_sources_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = toml(tmp_path, "max_running = 1\nmax_waiting = 1\nmax_model_len = 1\n")
+    monkeypatch.setenv("JAXMM_MAX_WAITING", "2")
+    monkeypatch.setenv("JAXMM_MAX_MODEL_LEN", "2")
+    config = load_config(EngineConfig, path, {"max_model_len": 3})
+    assert (config.max_running, config.max_waiting, config.max_model_len) == (1, 2, 3)
+
+
+def test_environment_names_nested_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXMM_PAGES_PREFIX_CACHE", "no")
+    monkeypatch.setenv("JAXMM_MEMORY_FRACTION", "0.25")
+    monkeypatch.setenv("JAXMM_TEST_CACHE", "/somewhere")  # not a setting, and not ours to judge
+    assert environment(EngineConfig) == {
+        "pages.prefix_cache": "no", "memory_fraction": "0.25"
+    }  # fmt: skip
+    config = load_config(EngineConfig)
+    assert config.pages.prefix_cache is False
+    assert config.memory_fraction == 0.25
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("max_runing", "max_running"),
+        ("pages.pagesize", "pages.page_size"),
+        ("page.page_size", "pages.page_size"),
+        ("media.max_pixel", "media.max_pixels"),
+        ("on_recompil", "on_recompile"),
+    ],
+)
+def test_unknown_key_names_the_nearest(tmp_path: Path, wrong: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown setting {wrong}; the nearest is {nearest}$"):
+        load_config(EngineConfig, None, {wrong: 1})
+    with pytest.raises(ConfigError, match=f"the nearest is {nearest}$"):
+        load_config(EngineConfig, toml(tmp_path, f"{wrong} = 1\n"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("max_running", "64", 64),
+        ("memory_fraction", "0.5", 0.5),
+        ("memory_fraction", 1, 1.0),
+        ("warmup", "false", False),
+        ("warmup", "1", True),
+        ("dtype", "bfloat16", "bfloat16"),
+        ("model", "some/dir", "some/dir"),
+    ],
+)
+def test_strings_become_the_type_of_the_setting(name: str, text: Any, value: Any) -> None:
+    loaded = getattr(load_config(EngineConfig, None, {name: text}), name)
+    assert loaded == value
+    assert type(loaded) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("max_running", "many", "max_running='many' is not a number"),
+        ("max_running", 1.5, "max_running=1.5 is not of type int"),
+        ("max_running", True, "max_running=True is not of type int"),
+        ("warmup", "maybe", "warmup='maybe' is not true or false"),
+        ("dtype", "float8", "dtype='float8' is not one of auto, float32, bfloat16"),
+        ("pages.page_size", 24, "pages.page_size=24 is not a power of two"),
+        ("pages.page_size", 2, "from 4 up"),
+        ("arena.page_rows", 0, "arena.page_rows=0 is not a power of two"),
+        ("memory_fraction", float("nan"), "memory_fraction=nan is outside"),
+        ("memory_fraction", 0.0, "memory_fraction=0.0 is outside"),
+        ("max_waiting", 0, "max_waiting=0 is below 1"),
+        ("media.max_bytes", 0, "media.max_bytes=0 is below 1"),
+        ("media.workers", -1, "media.workers=-1 is negative"),
+        ("buckets.max_step_tokens", -1, "buckets.max_step_tokens=-1 is negative"),
+    ],
+)
+def test_wrong_value_is_refused_with_the_setting_and_the_value(
+    name: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(EngineConfig, None, {name: value})
+
+
+def test_file_that_is_missing_or_no_toml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(EngineConfig, tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        load_config(EngineConfig, toml(tmp_path, "max_running = = 3"))
+
+
+def test_every_setting_has_a_name_and_a_description() -> None:
+    names = field_names(EngineConfig)
+    assert "pages.page_size" in names
+    assert names["pages.page_size"] is int
+    assert field_names(PageConfig, "pages.").keys() <= names.keys()
+    source = Path(load_config.__code__.co_filename).read_text(encoding="utf-8")
+    for name in names:
+        field = name.rsplit(".", 1)[-1]
+        after = source.split(f"    {field}: ", 1)[1].split("\n", 2)[1]
+        assert after.strip().startswith('"""'), f"{name} has no description"

@@ -1,0 +1,68 @@
+"""A server on a loopback port, in this process, around a fake engine."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+
+import httpx
+import pytest
+import uvicorn
+
+from jaxmm.host.chat import ChatTokenizer
+from serving.config import ServerConfig
+from serving.main import uvicorn_config
+from tests import chat_checkpoints as checkpoints
+from tests.fakes import FakeEngine
+
+ASK = [{"role": "user", "content": "What is it?"}]
+
+
+def post(url, body, **headers):
+    """Send a chat request as it stands, bytes or a value for JSON."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(f"{url}/v1/chat/completions", content=data, headers=headers, timeout=20)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    directory = checkpoints.write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    return ChatTokenizer.from_checkpoint(directory)
+
+
+@contextlib.contextmanager
+def running(engine, config=None):
+    """Serve on a free port; give the base URL."""
+    config = config or ServerConfig()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn_config(engine, config))
+        thread = threading.Thread(
+            target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True
+        )
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive(), "the server did not end"
+
+
+@pytest.fixture(scope="session")
+def served(tokenizer):
+    engine = FakeEngine(tokenizer)
+    with running(engine) as base:
+        yield engine, base
+
+
+@pytest.fixture
+def engine(served):
+    """The engine behind `url`, as new."""
+    engine = served[0]
+    engine.requests.clear()
+    engine.healthy = True
+    return engine
+
+
+@pytest.fixture
+def url(served, engine):
+    return served[1]

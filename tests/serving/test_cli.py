@@ -1,0 +1,149 @@
+"""The command line: every setting has a flag, and the commands do what they say."""
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jaxmm.config import EngineConfig, field_names
+from jaxmm.errors import ConfigError
+from serving.cli import main
+from serving.config import ServerConfig, load_server_config
+from serving.flags import flag_names, setting_docs
+from tests.fakes import FakeEngine
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_setting_has_one_flag_and_a_description():
+    flags = flag_names(ServerConfig)
+    assert sorted(flags.values()) == sorted(field_names(ServerConfig))
+    assert flags["--pages-page-size"] == "engine.pages.page_size"
+    assert flags["--fetch-timeout-seconds"] == "fetch.timeout_seconds"
+    assert all(setting_docs(ServerConfig).values())
+
+
+def test_flags_do_not_meet_those_of_generate():
+    engine = {flag for flag, s in flag_names(ServerConfig).items() if s.startswith("engine.")}
+    assert not engine & {"--max-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--stop"}
+
+
+def test_settings_come_from_file_environment_and_overrides_in_this_order(tmp_path, monkeypatch):
+    file = tmp_path / "server.toml"
+    file.write_text(
+        "port = 1\n[engine]\nmodel = 'file'\nmax_waiting = 5\n[engine.pages]\npage_size = 8"
+    )
+    monkeypatch.setenv("JAXMM_MODEL", "variable")
+    monkeypatch.setenv("JAXMM_PAGES_PAGE_SIZE", "16")
+    config = load_server_config(file, {"engine.pages.page_size": "32"})
+    assert (config.port, config.engine.max_waiting) == (1, 5)
+    assert (config.engine.model, config.engine.pages.page_size) == ("variable", 32)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"prot": 1}, "nearest is port"),
+        ({"port": 70_000}, "port=70000"),
+        ({"deadline_seconds": 0}, "deadline_seconds"),
+        ({"max_request_bytes": -1}, "max_request_bytes"),
+        ({"drain_seconds": -1}, "drain_seconds"),
+        ({"log_level": "loud"}, "log_level"),
+        ({"fetch.timeout_seconds": 0}, "fetch.timeout_seconds"),
+        ({"fetch.max_redirects": -1}, "fetch.max_redirects"),
+        ({"fetch.schemes": ["file"]}, "file"),
+        ({"engine.pages.page_size": 3}, "page_size=3"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(overrides, problem):
+    with pytest.raises(ConfigError, match=problem):
+        load_server_config(None, overrides)
+
+
+def run(tokenizer, *words):
+    """Run a command with a fake engine; give exit status, output, errors, and the engine."""
+    engines = []
+
+    def load(config: EngineConfig):
+        engines.append(FakeEngine(tokenizer))
+        engines[0].config = config
+        return engines[0]
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(words, load)
+    return status, out.getvalue(), err.getvalue(), engines[0] if engines else None
+
+
+@pytest.mark.parametrize("stream", [[], ["--stream"]])
+def test_generate_prints_the_answer(tokenizer, stream):
+    status, out, _, engine = run(
+        tokenizer, "generate", "What?", "--image", "a.jpg", "--image", "b.jpg", *stream,
+        "--max-tokens", "9999", "--seed", "3", "--pages-page-size", "8", "--warmup", "false",
+    )  # fmt: skip
+    assert (status, out) == (0, "A red square. 図 😀\n")
+    request = engine.requests[0]
+    assert request.images == (Path("a.jpg"), Path("b.jpg"))
+    assert [part["type"] for part in request.messages[0]["content"]] == ["image", "image", "text"]
+    assert (request.sampling.max_tokens, request.sampling.seed) == (9999, 3)
+    assert (engine.config.pages.page_size, engine.config.warmup) == (8, False)
+    assert engine.closed
+
+
+def test_a_wrong_setting_ends_the_command_with_its_message(tokenizer):
+    status, out, err, engine = run(tokenizer, "generate", "What?", "--pages-page-size", "3")
+    assert (status, out, engine) == (1, "", None)
+    assert err.startswith("jaxmm: pages.page_size=3")
+
+
+def test_a_port_in_use_is_told_before_the_engine_is_loaded(tokenizer):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        status, _, err, engine = run(tokenizer, "serve", "--port", port)
+    assert (status, engine) == (1, None)
+    assert f"cannot listen at 127.0.0.1 port {port}" in err
+
+
+@pytest.mark.slow
+def test_serve_prints_a_curl_line_that_is_answered_and_ends_at_sigterm(tmp_path):
+    program = (
+        "from pathlib import Path\n"
+        "from jaxmm.host.chat import ChatTokenizer\nfrom serving.cli import main\n"
+        "from tests.chat_checkpoints import write_checkpoint\nfrom tests.fakes import FakeEngine\n"
+        f"directory = write_checkpoint(Path({str(tmp_path)!r}))\n"
+        "engine = FakeEngine(ChatTokenizer.from_checkpoint(directory))\n"
+        "try:\n    main(['serve', '--port', '0'], lambda config: engine)\n"
+        "finally:\n    print('closed', engine.closed)\n"
+    )
+    command = [sys.executable, "-c", program]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            lines = [process.stdout.readline() for _ in range(4)]
+            url = re.search(r"http://127.0.0.1:\d+", lines[1])[0]
+            words = shlex.split(lines[3])
+            assert words[:2] == ["curl", f"{url}/v1/chat/completions"]
+            response = httpx.post(words[1], content=words[5], headers=[words[3].split(": ")])
+            assert response.json()["choices"][0]["message"]["content"] == "A red square. 図 😀"
+        finally:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert process.stdout.read().strip() == "closed True"
+
+
+def test_the_command_line_and_the_host_part_import_neither_jax_nor_torch():
+    program = (
+        "import sys\nimport serving.cli, jaxmm.host.chat, jaxmm.host.detokenize\n"
+        "assert not {'jax', 'torch', 'fastapi', 'transformers'} & set(sys.modules)\n"
+        "import serving.app\nassert 'jax' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
