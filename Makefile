@@ -19,8 +19,9 @@ check: .venv/development        ## style, types and the fast tests
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not tpu and not slow and not aot" $(ARGS)
 
-kernels: .venv/development      ## kernels: interpreted against their references, compiled for TPUs
-	$(BIN)/python -m pytest tests/kernels_pallas $(ARGS)
+kernels: .venv/development      ## kernels: against references, compiled for TPUs, their static cost
+	$(BIN)/python -m pytest tests/kernels_pallas
+	JAX_PLATFORMS=cpu $(BIN)/python -m tests.bench.kernel_table $(ARGS)
 
 bench: .venv/development        ## jaxmm and transformers in turn: make bench MODEL=DIR [ARGS=...]
 	$(BIN)/python -m tests.bench.bench_peers --model "$(MODEL)" --transformers $(ARGS)

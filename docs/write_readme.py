@@ -24,7 +24,7 @@ NOTES = {
     "jaxmm/models/qwen2_vl": "",
     "jaxmm/models/qwen2_5_vl": "",
     "jaxmm/assets": "the model that is served when none is named",
-    "kernels_pallas": "one folder an op: api, portable form, reference",
+    "kernels_pallas": "one folder an op: api, portable form, Pallas kernel, references",
     "serving": "HTTP server and command line",
     "tests": "mirrors the packages; oracles, hand-made numbers, state machines",
     "tests/bench": "benchmarks, each with its command at the top",
