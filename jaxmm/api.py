@@ -146,10 +146,10 @@ def _as_tuple(images: Images) -> tuple[ImageSource, ...]:
 
 
 def _is_batch(prompt: Any) -> bool:
-    """A list of questions or of conversations, rather than one conversation."""
-    return isinstance(prompt, (list, tuple)) and not all(
-        isinstance(turn, Mapping) for turn in prompt
-    )
+    """A list of questions or of conversations, rather than one conversation; it may be empty."""
+    if not isinstance(prompt, (list, tuple)):
+        return False
+    return not prompt or not all(isinstance(turn, Mapping) for turn in prompt)
 
 
 # Gathering

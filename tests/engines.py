@@ -145,7 +145,7 @@ def scheduling(on: Engine, **changes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pages_left(on: Engine, num_pages: int) -> Iterator[None]:
-    """Leave an idle engine so few pages, by holding the others."""
+    """Leave an idle engine so few pages, by holding the others; enough for any one request."""
     pool = on._parts.pool
     on.flush_caches()
     held = on_loop(on, lambda: pool.allocate(pool.num_free - num_pages))

@@ -407,8 +407,11 @@ def test_weights_that_do_not_fit_the_config(copied: Path, change: str) -> None:
         start(copied)
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_file_that_is_missing(copied: Path, name: str) -> None:
-    (copied / name).unlink()
+@pytest.mark.parametrize(
+    "names", [["config.json"], ["tokenizer.json", "vocab.json"], ["model.safetensors"]], ids=str
+)
+def test_files_that_are_missing(copied: Path, names: list[str]) -> None:
+    for name in names:
+        (copied / name).unlink()
     with pytest.raises(ModelError):
         start(copied)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -36,6 +37,14 @@ def guarded(on: Engine) -> Iterator[None]:
         yield
     finally:
         on_loop(on, guards.close)
+
+
+def test_guards_raise_on_what_they_forbid() -> None:
+    compiled = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
+    with jax.no_tracing(), pytest.raises(RuntimeError, match="no_tracing"):
+        jnp.ones(7) + 1
+    with jax.transfer_guard("disallow"), pytest.raises(RuntimeError, match="Disallowed"):
+        compiled(np.ones(3, np.float32))
 
 
 def random_request(rng: np.random.Generator, index: int) -> Any:
