@@ -19,7 +19,6 @@ from jaxmm.api import generate
 from jaxmm.config import EngineConfig, load_config
 from jaxmm.engine import Engine
 from jaxmm.errors import (
-    ConfigError,
     EngineStopped,
     MediaError,
     MediaTooLarge,
