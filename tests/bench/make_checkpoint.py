@@ -2,10 +2,10 @@
 
     python -m tests.bench.make_checkpoint DIR [--size tiny] [--vocab-size 151936] [--seed 0]
 
-150 M parameters with the published vocabulary, 125 M without its unused rows; `--size tiny` is for
-trying a benchmark out. All weights are bfloat16 numbers, so that every engine has the same ones in
-whatever dtype it computes. `--vocab-size` adds embedding rows that no text uses: the head then
-costs what it costs in the published models. These rows are zero and never win a greedy choice.
+108 M parameters, or 224 M with the published vocabulary; `--size tiny` is for trying a
+benchmark out. All weights are bfloat16 numbers, so that every engine has the same ones in whatever
+dtype it computes. `--vocab-size` adds embedding rows that no text uses: the head then costs what it
+costs in the published models. These rows are zero and never win a greedy choice.
 Needs torch.
 """
 
