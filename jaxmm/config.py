@@ -34,7 +34,8 @@ class PageConfig:
     page_size: int = 0
     """Tokens per page, a power of two from 4 up; 0: 64 on CPU, 128 elsewhere."""
     num_pages: int = 0
-    """Pages in the pool; 0: what `memory_fraction` leaves after weights and arena."""
+    """Pages in the pool; 0: what `memory_fraction` leaves after weights and arena, on a CPU at most
+    2 GiB and 131072 tokens."""
     prefix_cache: bool = True
     """Keep finished prefixes for later requests."""
 
@@ -130,8 +131,6 @@ class EngineConfig:
     """Share of the device's memory for weights, KV pages and arena."""
     on_recompile: Literal["log", "raise"] = "log"
     """What a compile after warm-up does."""
-    warmup: bool = True
-    """Compile every bucket at start; off only for short experiments."""
     compile_cache_dir: str = "~/.cache/jaxmm/compiled"
     """Where compiled steps are kept between starts; empty: nowhere."""
     progress: bool = True
