@@ -16,6 +16,7 @@ from jaxmm.host.staging import RowKey
 from jaxmm.request import MAX_STOP_TOKEN_IDS, SamplingParams
 from tests.jaxmm.host.prompts import PLACEHOLDER, Picture, make_prompt
 
+NUM_IDS = 500
 PAGE = 4
 LAYOUT = StepLayout(num_tokens=32, num_sequences=8, num_table_pages=6)
 EOS = (2, 3)
@@ -44,7 +45,7 @@ def plan_of(decodes=(), extends=()):
 
 
 def build(plan, layout=LAYOUT):
-    return build_batch(plan, layout, PAGE, EOS)
+    return build_batch(plan, layout, page_size=PAGE, num_ids=NUM_IDS, eos_ids=EOS)
 
 
 @pytest.fixture
@@ -65,6 +66,7 @@ def test_counts_say_how_much_is_real(mixed):
     batch = build(mixed[0])
     names = ("num_tokens", "num_decodes", "num_sequences", "num_samples")
     assert [int(batch[name]) for name in names] == [9, 2, 4, 3]
+    assert int(batch["num_ids"]) == NUM_IDS
 
 
 def test_decodes_feed_what_their_slot_sampled_last(mixed):
@@ -140,7 +142,9 @@ def test_most_stop_ids_and_end_ids_have_room():
     stops = tuple(range(10, 10 + MAX_STOP_TOKEN_IDS))
     sequence = running([5], slot=0, pages=[0], min_tokens=2, stop_token_ids=stops)
     plan = plan_of(extends=[ExtendChunk(sequence, Span(0, 1), True)])
-    batch = build_batch(plan, LAYOUT, PAGE, tuple(range(100, 120)))
+    batch = build_batch(
+        plan, LAYOUT, page_size=PAGE, num_ids=NUM_IDS, eos_ids=tuple(range(100, 120))
+    )
     assert int(batch["num_banned_B"][0]) == MAX_BANNED
     assert set(stops) <= set(batch["banned_BX"][0].tolist())
 
