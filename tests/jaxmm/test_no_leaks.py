@@ -28,7 +28,22 @@ from tests.engines import (
 NUM_REQUESTS = 1000
 PICTURES = [png(picture(28 * (2 + i % 4), 28 * (2 + i % 3), i)) for i in range(10)]
 BROKEN = PICTURES[0][:60]
-WORDS = ["what", "is", "in", "the", "picture", "and", "how", "many", "cats", "are", "there", "in", "the", "image"]
+WORDS = [
+    "what",
+    "is",
+    "in",
+    "the",
+    "picture",
+    "and",
+    "how",
+    "many",
+    "cats",
+    "are",
+    "there",
+    "in",
+    "the",
+    "image",
+]
 
 
 def held(on: Engine) -> dict[str, Any]:
