@@ -3,8 +3,7 @@
 `table_BQ` is the page table in one row: an array of two axes would be padded in scalar memory.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,8 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.tiling import tile_rows
 
 
-@dataclass(frozen=True)
-class Reader:
+class Reader(NamedTuple):
     """Reads block j of sequence b, a DMA a page, all waited for at once."""
 
     pages_PKSJ: Any
