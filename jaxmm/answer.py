@@ -45,13 +45,11 @@ class Answer:
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_ids))
         return cls(request, on_event, sequences, detokenizers, ends)
 
-    def take(
-        self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None
-    ) -> FinishReason | None:
-        """Tell the caller about a token that the sequence has just got.
+    def take(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> Delta:
+        """Note a token that the sequence has just got.
 
         Returns:
-            Why the completion ends with this token, or None.
+            What to tell the caller; its `finish_reason` says whether the completion ends here.
         """
         detokenizer = self.detokenizers[sequence.index]
         ends = token_id in self.eos_ids
@@ -62,12 +60,16 @@ class Answer:
             reason = "length"
         if reason is not None and not stopped:
             text += detokenizer.finish()
-        self._tell(sequence, text, (token_id,), logprob, reason)
-        return reason
-
-    def end(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Tell the caller that a completion ends without a further token."""
-        self._tell(sequence, self.detokenizers[sequence.index].finish(), (), None, reason)
+        self.num_open -= reason is not None
+        return Delta(
+            id=self.request.id,
+            index=sequence.index,
+            text=text,
+            token_ids=(token_id,),
+            logprobs=None if logprob is None else (logprob,),
+            finish_reason=reason,
+            usage=self.usage() if reason is not None else None,
+        )
 
     def usage(self) -> Usage:
         """Tokens so far, of all completions."""
@@ -77,25 +79,4 @@ class Answer:
             image_tokens=sum(item.num_rows for item in prompt.items),
             cached_tokens=self.sequences[0].num_cached,
             completion_tokens=sum(len(s.output_ids) for s in self.sequences),
-        )
-
-    def _tell(
-        self,
-        sequence: Sequence,
-        text: str,
-        token_ids: tuple[int, ...],
-        logprob: TokenLogprob | None,
-        reason: FinishReason | None,
-    ) -> None:
-        self.num_open -= reason is not None
-        self.on_event(
-            Delta(
-                id=self.request.id,
-                index=sequence.index,
-                text=text,
-                token_ids=token_ids,
-                logprobs=None if logprob is None else (logprob,),
-                finish_reason=reason,
-                usage=self.usage() if reason is not None else None,
-            )
         )

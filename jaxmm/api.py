@@ -3,6 +3,7 @@
 import atexit
 import queue
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,10 +205,12 @@ _Event = tuple[int, Delta | JaxmmError]
 
 
 def _gather(engine: Engine, requests: list[Request]) -> list[Result]:
-    """Run requests together; the first error aborts the others."""
+    """Run requests together, no more at a time than may wait; the first error aborts the others."""
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
     gathered = [_Gathered(request) for request in requests]
-    open_requests = set(range(len(requests)))
+    unsent = deque(range(len(requests)))
+    open_requests: set[int] = set()
+    room = engine.config.max_waiting  # completions that may still be sent
     bar = tqdm(
         desc="generate",
         total=len(requests),
@@ -215,15 +218,19 @@ def _gather(engine: Engine, requests: list[Request]) -> list[Result]:
         disable=not engine.config.progress or len(requests) == 1,
     )
     try:
-        for i, request in enumerate(requests):
-            engine.submit(request, lambda event, i=i: events.put((i, event)))  # type: ignore[misc]
-        while open_requests:
+        while unsent or open_requests:
+            while unsent and (not open_requests or requests[unsent[0]].sampling.n <= room):
+                i = unsent.popleft()
+                open_requests.add(i)
+                room -= requests[i].sampling.n
+                engine.submit(requests[i], lambda event, i=i: events.put((i, event)))  # type: ignore[misc]
             i, event = events.get()
             if isinstance(event, JaxmmError):
                 open_requests.discard(i)
                 raise event
             if gathered[i].add(event):
                 open_requests.discard(i)
+                room += requests[i].sampling.n
                 bar.update()
     finally:
         bar.close()

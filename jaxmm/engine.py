@@ -28,6 +28,7 @@ from jaxmm.errors import EngineStopped, JaxmmError, Overloaded, RequestError
 from jaxmm.host.batch import SampleRow, build_batch, sampled_rows
 from jaxmm.host.item import Item, Prompt
 from jaxmm.host.lanes import pack_lane, packed_patches
+from jaxmm.host.messages import read_text
 from jaxmm.host.plan import EncodeJob, Plan
 from jaxmm.host.sequence import Sequence, Status
 from jaxmm.request import Delta, Request, TokenLogprob
@@ -190,18 +191,13 @@ class Engine:
 
     def _prepare(self, request: Request, on_event: OnEvent) -> None:
         """Turn a request into sequences, and hand them to the loop."""
+        if not self._is_preparing(request):
+            return  # aborted in the queue: its pictures need no decoding
         try:
             prompt = self._prompt(request)
             answer = self._answer(request, prompt, on_event)
-        except JaxmmError as error:
-            self._refuse(request, on_event, error)
-            return
-        except Exception as error:  # a fault here must cost this request alone
-            logger.exception("prepare failed request=%s", request.id)
-            name = type(error).__name__
-            self._refuse(
-                request, on_event, RequestError(f"the request could not be prepared: {name}")
-            )
+        except Exception as error:  # noqa: BLE001  # a fault here must cost this request alone
+            self._refuse(request, on_event, _refusal(error, request))
             return
         self._inbox.put(lambda: self._add(answer))
 
@@ -209,20 +205,25 @@ class Engine:
         with self._lock:
             wanted = self._leave_preparing(request)
         if wanted:
-            on_event(error)
+            self._tell(request, on_event, error)
+
+    def _is_preparing(self, request: Request) -> bool:
+        """False once the request was aborted, or ended with the engine."""
+        entry = self._preparing.get(request.id)
+        return entry is not None and entry[0] is request
 
     def _leave_preparing(self, request: Request) -> bool:
-        """Under the lock: False if the request was aborted, or ended with the engine, meanwhile."""
-        entry = self._preparing.get(request.id)
-        if entry is None or entry[0] is not request:
-            return False
-        del self._preparing[request.id]
-        return True
+        """Under the lock: whether the request was still wanted."""
+        wanted = self._is_preparing(request)
+        if wanted:
+            del self._preparing[request.id]
+        return wanted
 
     def _prompt(self, request: Request) -> Prompt:
         given = [request.messages, request.text, request.token_ids]
         if sum(value is not None for value in given) != 1:
             raise RequestError("give exactly one of messages, text and token_ids")
+        read_text("salt", request.salt)
         preparer, tokenizer = self._parts.preparer, self.tokenizer
         if request.messages is not None:
             ids, slots = tokenizer.encode_chat(request.messages)
@@ -286,8 +287,8 @@ class Engine:
                     max_pixels=request.max_pixels,
                     salt=request.salt,
                 )
-            except JaxmmError as error:
-                failure = error  # the name `error` ends with this block
+            except Exception as error:  # noqa: BLE001  # as in _prepare
+                failure = _refusal(error, request)
                 self._inbox.put(lambda: self._fail(sequence, failure))
                 return
             found = dataclasses.replace(item, features=features)
@@ -416,10 +417,11 @@ class Engine:
             wanted = sequence.sampling.logprobs
             logprob = None if wanted is None else _token_logprob(fetched, r, token, wanted)
             answer = self._answers[sequence.request_id]
-            reason = answer.take(sequence, token, logprob)
-            if reason is not None:
-                self.scheduler.finish(sequence, reason)
+            delta = answer.take(sequence, token, logprob)
+            if delta.finish_reason is not None:  # all is given back before anybody hears of it
+                self.scheduler.finish(sequence, delta.finish_reason)
                 self._close(answer, sequence)
+            self._tell(answer.request, answer.on_event, delta)
         self._stalled = False
 
     def _add(self, answer: Answer) -> None:
@@ -431,7 +433,7 @@ class Engine:
             self.scheduler.add(*answer.sequences)
         except JaxmmError as error:
             del self._answers[answer.request.id]
-            answer.on_event(error)
+            self._tell(answer.request, answer.on_event, error)
             return
         self._stalled = False
 
@@ -447,7 +449,7 @@ class Engine:
         answer = self._answer_of(sequence)
         if answer is not None:
             self._abort(sequence.request_id)
-            answer.on_event(error)
+            self._tell(answer.request, answer.on_event, error)
 
     def _provide(self, sequence: Sequence, index: int, item: Item) -> None:
         if self._answer_of(sequence) is not None:
@@ -467,12 +469,20 @@ class Engine:
     def _end_all(self) -> None:
         error = EngineStopped(f"the engine has stopped: {self._failure or 'it was closed'}")
         with self._lock:  # whatever is still being prepared finds itself gone from here
-            listeners = [on_event for _, on_event in self._preparing.values()]
-            listeners += [answer.on_event for answer in self._answers.values()]
+            listeners = list(self._preparing.values())
+            listeners += [(answer.request, answer.on_event) for answer in self._answers.values()]
             self._preparing.clear()
             self._answers.clear()
-        for on_event in listeners:
-            on_event(error)
+        for request, on_event in listeners:
+            self._tell(request, on_event, error)
+
+    def _tell(self, request: Request, on_event: OnEvent, event: Delta | JaxmmError) -> None:
+        """Pass an event on; a listener that fails ends its own request, and nobody else's."""
+        try:
+            on_event(event)
+        except Exception:
+            logger.exception("listener failed request=%s", request.id)
+            self.abort(request.id)
 
 
 _counter = itertools.count()
@@ -481,6 +491,14 @@ _counter = itertools.count()
 def new_request_id(prefix: str = "req") -> str:
     """An id that this process has not used."""
     return f"{prefix}-{next(_counter)}"
+
+
+def _refusal(error: Exception, request: Request) -> JaxmmError:
+    """What a caller hears of an error; of a fault of ours the type alone, the log has the rest."""
+    if isinstance(error, JaxmmError):
+        return error
+    logger.error("prepare failed request=%s", request.id, exc_info=error)
+    return RequestError(f"the request could not be prepared: {type(error).__name__}")
 
 
 def _seed_words(seed: int | None, index: int) -> tuple[int, int]:

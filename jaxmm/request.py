@@ -31,6 +31,11 @@ def _check_whole(name: str, value: int, low: int, high: int) -> None:
     _check(name, value, low, high)
 
 
+def _check_list(name: str, value: Sequence[Any]) -> None:
+    if not isinstance(value, (list, tuple)):
+        raise SamplingError(f"{name}={value!r} is not a list or a tuple")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen. The defaults are greedy."""
@@ -79,6 +84,9 @@ class SamplingParams:
             _check_whole("seed", self.seed, -(1 << 63), (1 << 63) - 1)
         if self.logprobs is not None:
             _check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if not isinstance(self.logit_bias, Mapping):
+            raise SamplingError(f"logit_bias={self.logit_bias!r} does not map ids to numbers")
+        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise SamplingError(
                 f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}"
@@ -86,6 +94,11 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _check_whole("logit_bias token", token, 0, 1 << 30)
             _check(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        # lists are taken too; the engine's own must not change under it
+        _check_list("stop", self.stop)
+        _check_list("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise SamplingError(
                 f"stop_token_ids has {len(self.stop_token_ids)} entries; "
@@ -93,7 +106,7 @@ class SamplingParams:
             )
         for token in self.stop_token_ids:
             _check_whole("stop_token_ids entry", token, 0, 1 << 30)
-        if isinstance(self.stop, str) or not all(isinstance(s, str) for s in self.stop):
+        if not all(isinstance(s, str) for s in self.stop):
             raise SamplingError(f"stop={self.stop!r} is not a tuple of strings")
         if any(not s for s in self.stop):
             raise SamplingError("stop contains an empty string")

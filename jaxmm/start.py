@@ -81,9 +81,12 @@ class Parts:
         """Prompt ids given by a caller, int64[T0].
 
         Raises:
-            RequestError: One is outside the vocabulary.
+            RequestError: Not a list of whole numbers, or one is outside the vocabulary.
         """
-        ids = np.asarray(token_ids, np.int64).reshape(-1)
+        given = np.asarray(token_ids)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise RequestError("token_ids must be a list of whole numbers below 2^63")
+        ids = given.astype(np.int64)
         wrong = ids[(ids < 0) | (ids >= self.model.text.vocab_size)]
         if len(wrong):
             raise RequestError(

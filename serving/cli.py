@@ -108,3 +108,7 @@ async def _print_answer(deltas: AsyncIterator[Delta], stream: bool) -> None:
         if stream:
             print(delta.text, end="", flush=True)
     print("" if stream else "".join(texts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shlex
 import signal
 import socket
@@ -28,10 +29,11 @@ def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    signal.signal(signal.SIGTERM, _leave)  # uvicorn raises it again when it has drained
+    signal.signal(signal.SIGTERM, _end)  # nobody is served yet
     with _bind(config.host, config.port) as listener:  # before minutes of loading
         engine = load(config.engine)
         try:
+            signal.signal(signal.SIGTERM, _leave)  # uvicorn raises it again when it has drained
             listener.listen(_BACKLOG)  # a line pasted at once waits instead of failing
             _print_usage(config, listener, engine.model_name)
             uvicorn.Server(uvicorn_config(engine, config)).run(sockets=[listener])
@@ -53,6 +55,11 @@ def curl_line(url: str, model: str) -> str:
     }
     command = ["curl", f"{url}/v1/chat/completions", "-H", "content-type: application/json", "-d"]
     return shlex.join([*command, json.dumps(body)])
+
+
+def _end(*_: object) -> None:
+    """End at once: an exception would first wait for the compiles that are running."""
+    os._exit(128 + signal.SIGTERM)
 
 
 def _leave(*_: object) -> None:

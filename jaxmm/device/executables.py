@@ -73,7 +73,8 @@ class Executables:
         """
         workers = max(1, min(8, os.cpu_count() or 1))
         compiling: list[Future[Executable]] = []
-        with ThreadPoolExecutor(workers, thread_name_prefix="jaxmm-compile") as pool:
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="jaxmm-compile")
+        try:
             for key in sorted(lowers, key=lambda key: key[1]):
                 blob = self._read(key)
                 if blob is not None:
@@ -87,6 +88,8 @@ class Executables:
             total, off = len(compiling), not (progress and compiling)
             for future in tqdm(done, desc="compile", total=total, unit="step", disable=off):
                 future.result()
+        finally:  # after an error or Ctrl-C, no compile begins any more
+            pool.shutdown(cancel_futures=True)
 
     def settle(self) -> None:
         """Wait until every executable is there."""

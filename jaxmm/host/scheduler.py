@@ -15,7 +15,7 @@ from bisect import insort
 from dataclasses import dataclass
 from operator import attrgetter
 
-from jaxmm.errors import Overloaded
+from jaxmm.errors import Overloaded, RequestError
 from jaxmm.host.arena import Arena
 from jaxmm.host.item import Item
 from jaxmm.host.limits import SchedulerConfig, check_fits, output_limit
@@ -90,11 +90,17 @@ class Scheduler:
         """Queue sequences, all or none: the `n` completions of one request together.
 
         Raises:
-            RequestError: One can never fit (`check_fits`); the message has the figures.
+            RequestError: One can never fit (`check_fits`), or all of them the queue; the message
+                has the figures.
             Overloaded: The queue is full.
         """
         for sequence in sequences:
             check_fits(sequence, self.config, self._pool, self._arena)
+        if len(sequences) > self.config.max_waiting:
+            raise RequestError(
+                f"the request has {len(sequences)} completions; the queue holds "
+                f"{self.config.max_waiting}. Ask for fewer, or raise max_waiting."
+            )
         num_waiting = len(self._waiting) + len(sequences)
         if num_waiting > self.config.max_waiting:
             raise Overloaded(

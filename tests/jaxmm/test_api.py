@@ -11,7 +11,7 @@ from jaxmm.api import agenerate, generate, make_request, sampling_params
 from jaxmm.engine import Engine
 from jaxmm.errors import MediaError, RequestError
 from jaxmm.request import Delta
-from tests.engines import ask, engine, on_loop, picture, png, request, turn
+from tests.engines import ask, engine, make_engine, on_loop, picture, png, request, turn
 
 IMAGE = picture(112, 84, 71)
 FIELDS = {"max_tokens": 12, "ignore_eos": True}
@@ -60,6 +60,12 @@ def test_list_of_prompts(on: Engine) -> None:
 
 def test_empty_list_of_prompts_has_no_results(on: Engine) -> None:
     assert generate([], [], engine=on) == []
+
+
+def test_list_of_more_prompts_than_may_wait(on: Engine) -> None:
+    with make_engine("qwen2_vl", max_waiting=4) as small:
+        results = generate([f"{i} and" for i in range(30)], engine=small, **FIELDS, n=2)
+    assert results[-1].token_ids == expected(on, "29 and").token_ids
 
 
 def test_chat_turns(on: Engine) -> None:

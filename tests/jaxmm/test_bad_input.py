@@ -218,6 +218,8 @@ NAN = float("nan")
         {"stop": ("",)},
         {"stop": (b"bytes",)},
         {"stop_token_ids": (1.5,)},
+        {"stop_token_ids": None},
+        {"logit_bias": [1, 2]},
         {"stop_token_ids": tuple(range(17))},
     ],
     ids=str,
@@ -268,6 +270,70 @@ def test_messages_in_another_form(on: Engine, messages: Any) -> None:
 def test_unknown_argument_names_the_known_ones(on: Engine) -> None:
     with pytest.raises(RequestError, match=r"'max_token'; known are .*max_tokens"):
         generate("a", engine=on, max_token=3)
+
+
+@pytest.mark.parametrize("salt", [None, 3, "\ud800"])
+def test_tenant_that_is_no_text(on: Engine, salt: Any) -> None:
+    with pytest.raises(RequestError, match="salt"):
+        ask(on, request(turn("a"), salt=salt))
+
+
+@pytest.mark.parametrize("ids", [[1.5, 2], "12", [True], [[1, 2]], [2**70]])
+def test_ids_that_are_no_list_of_whole_numbers(on: Engine, ids: Any) -> None:
+    with pytest.raises(RequestError, match="whole numbers"):
+        ask(on, request(None, token_ids=ids))
+
+
+def test_more_completions_than_the_queue_takes(on: Engine) -> None:
+    with scheduling(on, max_waiting=3), pytest.raises(RequestError, match="raise max_waiting"):
+        ask(on, request(turn("a"), n=4))
+
+
+def test_lists_in_place_of_tuples_are_the_same_parameters(on: Engine) -> None:
+    fields = {"min_tokens": 4, "ignore_eos": False}
+    expected = solo(on, turn("a"), stop_token_ids=tuple(range(16)), stop=("e",), **fields)
+    result = solo(on, turn("a"), stop_token_ids=list(range(16)), stop=["e"], **fields)
+    assert_same(result, expected)
+
+
+def test_listener_that_fails_ends_its_own_request_alone(on: Engine) -> None:
+    aborted = on.scheduler.counters.aborted
+
+    def fail(event: Any) -> None:
+        raise ZeroDivisionError
+
+    for asked in (request(turn("a"), max_tokens=500), request(turn("a"), salt=3)):
+        on.submit(asked, fail)
+    result = ask(on, request(ASK, [PICTURE]))[0]
+    assert_same(result, solo(on, ASK, [PICTURE]))
+    assert on.scheduler.counters.aborted == aborted + 1
+
+
+def test_id_is_free_again_when_its_answer_is_complete(on: Engine) -> None:
+    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def hear(event: Any) -> None:
+        heard.put(event)
+        if heard.qsize() == 1:
+            on.submit(Request(id=event.id, text="a", sampling=one), hear)
+
+    one = SamplingParams(max_tokens=1)
+    on.submit(Request(id="again", text="a", sampling=one), hear)
+    assert [heard.get(timeout=30).finish_reason for _ in range(2)] == ["length", "length"]
+
+
+def test_pictures_of_requests_aborted_in_the_queue_are_not_decoded(on: Engine) -> None:
+    go, media_map = threading.Event(), on._parts.media_map
+    busy = [on._prepare_pool.submit(go.wait) for _ in range(4)]
+    before = media_map.num_misses
+    for i in range(10):
+        asked = request(ASK, [png(picture(60 + i, 60, i))])
+        on.submit(asked, lambda event: None)
+        on.abort(asked.id)
+    go.set()
+    assert all(b.result() for b in busy)
+    ask(on, request(turn("a")))  # after all of them
+    assert media_map.num_misses == before
 
 
 def test_id_in_use(on: Engine) -> None:

@@ -140,6 +140,29 @@ def test_serve_prints_a_curl_line_that_is_answered_and_ends_at_sigterm(tmp_path)
         assert process.stdout.read().strip() == "closed True"
 
 
+def test_sigterm_while_the_engine_is_loaded_ends_the_process_at_once():
+    program = (
+        "import threading\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "from serving.cli import main\n\n"
+        "def load(config):\n"
+        "    with ThreadPoolExecutor() as pool:\n"
+        "        print('loading', flush=True)\n"
+        "        pool.submit(threading.Event().wait, 60).result()\n\n"
+        "main(['serve', '--port', '0'], load)\n"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 128 + signal.SIGTERM
+
+
+def test_the_command_line_runs_as_a_module():
+    command = [sys.executable, "-m", "serving.cli", "--help"]
+    ran = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    assert "start the HTTP server" in ran.stdout
+
+
 def test_the_command_line_and_the_host_part_import_neither_jax_nor_torch():
     program = (
         "import sys\nimport serving.cli, jaxmm.host.chat, jaxmm.host.detokenize\n"

@@ -1,6 +1,8 @@
 """Executables kept between starts, and what happens to damaged ones."""
 
 import logging
+import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from jaxmm.device.executables import Executables
 from jaxmm.device.ledger import CompileLedger
+from jaxmm.errors import ModelError
 
 SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
 
@@ -52,6 +55,24 @@ def test_second_start_restores_what_the_first_compiled(
 def test_other_fingerprint_is_another_executable(tmp_path: Path, ledger: CompileLedger) -> None:
     warmed(str(tmp_path), ledger)
     assert run(warmed(str(tmp_path), ledger, "other model", factor=5.0)) == [5.0] * 4
+
+
+def test_after_a_failed_compile_no_other_one_begins(ledger: CompileLedger) -> None:
+    begun: list[int] = []
+
+    def compile_next(size: int) -> jax.stages.Lowered:
+        begun.append(size)
+        if size == 100:
+            raise ModelError("a width of three and a half")
+        time.sleep(0.1)
+        return lower(2.0)
+
+    lowers = {("language", size): partial(compile_next, size) for size in range(1, 101)}
+    made = Executables(ledger, "", "model")
+    with pytest.raises(ModelError):
+        made.warm_up(lowers, progress=False)
+    assert len(begun) < 20
+    made.close()
 
 
 def test_without_a_directory_nothing_is_kept(tmp_path: Path, ledger: CompileLedger) -> None:
