@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: serve test check kernels clean
+.PHONY: serve test check kernels bench readme clean
 
 serve: .venv/product            ## start the server; prints its URL and a request to paste
 	$(BIN)/jaxmm serve $(ARGS)
@@ -19,21 +19,30 @@ check: .venv/development        ## style, types and the fast tests
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not tpu and not slow and not aot" $(ARGS)
 
-kernels: .venv/development      ## kernels: interpreted against their references, compiled for TPUs
-	$(BIN)/python -m pytest tests/kernels_pallas $(ARGS)
+kernels: .venv/development      ## kernels: against references, compiled for TPUs, their static cost
+	$(BIN)/python -m pytest tests/kernels_pallas
+	JAX_PLATFORMS=cpu $(BIN)/python -m tests.bench.kernel_table $(ARGS)
+
+bench: .venv/development        ## jaxmm and transformers in turn: make bench MODEL=DIR [ARGS=...]
+	$(BIN)/python -m tests.bench.bench_peers --model "$(MODEL)" --transformers $(ARGS)
+
+readme: .venv/product           ## write the README's settings table and tree from the source
+	$(BIN)/python -m docs.write_readme
 
 clean:                          ## remove the environment and everything made
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:
-	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'jaxmm needs Python 3.11 or newer: make PYTHON=python3.11')"
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'jaxmm needs Python 3.11 or newer: make PYTHON=python3.11')"
 	$(PYTHON) -m venv .venv
 
 .venv/product: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --editable .
+	@echo "installing jaxmm into .venv: a gigabyte on disk, once"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	touch $@
 
 .venv/development: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --editable ".[test,dev]"
+	@echo "installing jaxmm and its development tools into .venv: two gigabytes on disk, once"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,dev]"
 	touch $@ .venv/product

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxmm.engine import Engine
     from jaxmm.errors import JaxmmError
     from jaxmm.request import Completion, Delta, Request, Result, SamplingParams, Usage
+    from jaxmm.start import default_model
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ _HOMES = {
     "Result": "jaxmm.request",
     "SamplingParams": "jaxmm.request",
     "Usage": "jaxmm.request",
+    "default_model": "jaxmm.start",
 }
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "SamplingParams",
     "Usage",
     "agenerate",
+    "default_model",
     "generate",
     "load_config",
 ]

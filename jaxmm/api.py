@@ -141,7 +141,8 @@ def make_request(prompt: Prompt, images: Images, params: SamplingParams) -> Requ
 def _as_tuple(images: Images) -> tuple[ImageSource, ...]:
     if images is None:
         return ()
-    return tuple(images) if isinstance(images, (list, tuple)) else (images,)
+    several = images if isinstance(images, (list, tuple)) else (images,)
+    return tuple(Path(image) if isinstance(image, str) else image for image in several)
 
 
 def _is_batch(prompt: Any) -> bool:

@@ -32,15 +32,16 @@ class PageConfig:
     """Paged KV cache."""
 
     page_size: int = 0
-    """Tokens per page, a power of two from 4 up; 0: 16 on CPU, 128 on TPU."""
+    """Tokens per page, a power of two from 4 up; 0: 64 on CPU, 128 elsewhere."""
     num_pages: int = 0
-    """Pages in the pool; 0: what `memory_fraction` leaves after weights and arena."""
+    """Pages in the pool; 0: what `memory_fraction` leaves after weights and arena, on a CPU at most
+    2 GiB and 131072 tokens."""
     prefix_cache: bool = True
     """Keep finished prefixes for later requests."""
 
     def __post_init__(self) -> None:
         ok = self.page_size == 0 or (self.page_size >= 4 and _power_of_two(self.page_size))
-        _require(ok, f"pages.page_size={self.page_size} is not a power of two from 4 up; use 16")
+        _require(ok, f"pages.page_size={self.page_size} is not a power of two from 4 up; use 64")
         _require(self.num_pages >= 0, f"pages.num_pages={self.num_pages} is negative; use 0")
 
 
@@ -128,12 +129,8 @@ class EngineConfig:
     """Requests queued; one more is refused with Overloaded."""
     memory_fraction: float = 0.6
     """Share of the device's memory for weights, KV pages and arena."""
-    kernels: Literal["auto", "pallas", "portable"] = "auto"
-    """Which implementation of the device ops runs; auto: pallas on TPU, portable elsewhere."""
     on_recompile: Literal["log", "raise"] = "log"
     """What a compile after warm-up does."""
-    warmup: bool = True
-    """Compile every bucket at start; off only for short experiments."""
     compile_cache_dir: str = "~/.cache/jaxmm/compiled"
     """Where compiled steps are kept between starts; empty: nowhere."""
     progress: bool = True

@@ -1,17 +1,21 @@
 """The axis letters that every array name and shape annotation uses. Host only.
 
-    A  rope axes (3: time, height, width)      M  vision rows
-    B  requests (state slots of a batch)       N  patches of an encode lane
-    C  head channels                           P  pages in the pool
-    D  text width                              Q  pages per request
-    E  encoder width                           R  rows of the arena
-    F  MLP width                               S  token slots per page
-    G  query heads per KV head (H = K * G)     T  tokens of a step
-    H  query heads                             U  feature values of a patch
-    I  items                                   V  vocabulary
-    J  blocks of a lane, or keys of one block  W  patches per window
-    K  KV heads                                X  encoder width of merged patches (4 E)
-    L  layers
+    A  rope axes (3: time, height, width)      N  patches of an encode lane
+    B  requests (state slots of a batch)       P  pages in the pool
+    C  head channels                           Q  pages per request
+    D  text width                              R  rows of the arena
+    E  encoder width                           S  token slots per page
+    F  MLP width                               T  tokens of a step
+    G  query heads per KV head (H = K * G)     U  feature values of a patch
+    H  query heads                             V  vocabulary
+    I  items                                   W  patches per window
+    J  blocks of a lane, or keys of one block  X  encoder width of merged patches (4 E)
+    K  KV heads                                Y  lanes of all KV rows of a token (K * J)
+    L  layers                                  Z  levels of an arena row (1 + deepstack)
+    M  vision rows
+
+In the Pallas TPU kernels J is the lanes of a stored KV or arena row, X the lanes of all query
+heads (H * C).
 
 Array names end in their letters (`text_TD`); annotations spell them (`Float[Array, "T D"]`).
 """

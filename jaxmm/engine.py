@@ -348,7 +348,13 @@ class Engine:
             runner.encode(self._lane(jobs))
         self._prime(plan)
         layout = runner.layout(plan.num_tokens)
-        batch = build_batch(plan, layout, self.sizes.page_size, self._parts.eos_ids)
+        batch = build_batch(
+            plan,
+            layout,
+            page_size=self.sizes.page_size,
+            num_ids=self.tokenizer.vocab_size,
+            eos_ids=self._parts.eos_ids,
+        )
         sampled = runner.step(batch)
         rows = sampled_rows(plan)
         logprobs = bool(batch["any_logprobs"])

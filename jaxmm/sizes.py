@@ -14,6 +14,7 @@ CPU_MAX_PIXELS = 1605632
 """Upper pixel limit on a CPU where none is set: 8192 patches of 14 x 14."""
 _MAX_MODEL_LEN = 32768
 _CPU_KV_BYTES = 2 << 30
+_CPU_KV_TOKENS = 131072
 _ROW_GROUP = 16  # sampled rows go through the head in groups of sixteen
 
 
@@ -149,10 +150,7 @@ def _pages_that_fit(
             f"for KV pages beside {taken >> 20} MiB of weights and arena; raise it, or use a "
             "smaller model"
         )
-    # Far more than all requests can hold together serves nobody.
-    longest = min(config.max_model_len or model.max_position, _MAX_MODEL_LEN)
-    most = 4 * (config.max_running or 128) * -(-longest // page_size)
-    return min(pages, most)
+    return min(pages, max(2, _CPU_KV_TOKENS // page_size)) if on_cpu else pages
 
 
 _SAMPLE_IMAGES = ((224, 224), (448, 448), (640, 480), (1024, 768), (1280, 720), (1920, 1080))

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from jaxmm.config import EngineConfig
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.runner import Runner
-from jaxmm.errors import ConfigError, ModelError, RequestError, SamplingError
+from jaxmm.errors import ModelError, RequestError, SamplingError
 from jaxmm.host.arena import Arena
 from jaxmm.host.chat import ChatTokenizer
 from jaxmm.host.decode import Decoder
@@ -109,6 +110,7 @@ class Parts:
     def close(self) -> None:
         """Free what does not go with the process."""
         self.decoder.close()
+        self.runner.close()
         self.ledger.close()
 
 
@@ -121,37 +123,21 @@ def build_parts(config: EngineConfig) -> Parts:
     start = time.perf_counter()
     directory = model_directory(config)
     model = read_config(directory)
-    tokenizer = ChatTokenizer.from_checkpoint(directory)
     check_vocabulary(model.text.vocab_size)
-    if tokenizer.vocab_size > model.text.vocab_size:
-        raise ModelError(
-            f"the tokenizer has {tokenizer.vocab_size} ids and the embedding "
-            f"{model.text.vocab_size} rows"
-        )
-    tokenizer.token_bytes  # noqa: B018  # made now, not in the first request
-    _check_kernels(config)
     dtype = _dtype(config)
     processor = _processor(config, model, directory)
     sizes = _sizes(config, model, processor)
     ledger = CompileLedger(config.on_recompile)
-    device = jax.devices()[0]
-    params = load_params(
-        directory,
-        model,
-        dtype,
-        lambda _, value: jax.device_put(value, device),
-        progress=config.progress,
-    )
-    runner = Runner(
-        model,
-        params,
-        sizes,
-        dtype,
-        num_ids=tokenizer.vocab_size,
-        ledger=ledger,
-        compile_cache_dir=config.compile_cache_dir,
-    )
-    runner.warm_up(progress=config.progress)
+    with ThreadPoolExecutor(2, thread_name_prefix="jaxmm-load") as threads:
+        # the executables need neither weights nor tokenizer: all three at once
+        weights = threads.submit(_load_weights, config, model, directory, dtype)
+        words = threads.submit(_load_tokenizer, model, directory)
+        runner = Runner(
+            model, sizes, dtype, ledger=ledger, compile_cache_dir=config.compile_cache_dir
+        )
+        runner.warm_up(progress=config.progress)
+        tokenizer = words.result()
+        runner.place(weights.result())
     decoder = DecodePool(
         processor,
         Limits(config.media.max_bytes, config.media.max_decode_pixels),
@@ -187,6 +173,28 @@ def build_parts(config: EngineConfig) -> Parts:
         ledger=ledger,
         padding=Padding(),
     )
+
+
+def _load_weights(config: EngineConfig, model: ModelConfig, directory: Path, dtype: Any) -> Any:
+    device = jax.devices()[0]
+    return load_params(
+        directory,
+        model,
+        dtype,
+        lambda _, value: jax.device_put(value, device),
+        progress=config.progress,
+    )
+
+
+def _load_tokenizer(model: ModelConfig, directory: Path) -> ChatTokenizer:
+    tokenizer = ChatTokenizer.from_checkpoint(directory)
+    if tokenizer.vocab_size > model.text.vocab_size:
+        raise ModelError(
+            f"the tokenizer has {tokenizer.vocab_size} ids and the embedding "
+            f"{model.text.vocab_size} rows"
+        )
+    tokenizer.token_bytes  # noqa: B018  # made now, not in the first request
+    return tokenizer
 
 
 def describe_buckets(config: EngineConfig) -> str:
@@ -226,15 +234,25 @@ def _sizes(config: EngineConfig, model: ModelConfig, processor: Any) -> Sizes:
     )
 
 
+def default_model() -> Path:
+    """Directory of the small model that jaxmm ships, which is served when none is named."""
+    return Path(__file__).parent / "assets" / "tiny_vlm"
+
+
 def model_directory(config: EngineConfig) -> Path:
     """Directory of the model to serve.
 
     Raises:
         ModelError: There is none at the path given.
     """
+    if not config.model:
+        logger.info("no model named, serving the small one that jaxmm ships")
+        return default_model()
     directory = Path(config.model).expanduser()
-    if not (config.model and directory.is_dir()):
-        raise ModelError(f"model {config.model!r} is not a directory with a checkpoint")
+    if not directory.is_dir():
+        raise ModelError(
+            f"model {config.model!r} is not a directory; give the path of a Hugging Face checkpoint"
+        )
     return directory
 
 
@@ -250,10 +268,3 @@ def _dtype(config: EngineConfig) -> Any:
     if config.dtype == "auto":
         return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     return jnp.dtype(config.dtype)
-
-
-def _check_kernels(config: EngineConfig) -> None:
-    if config.kernels == "pallas" and jax.default_backend() != "tpu":
-        raise ConfigError(
-            f"kernels='pallas' needs a TPU; this is {jax.default_backend()}. Use 'auto'."
-        )

@@ -43,7 +43,7 @@ def curl_line(url: str, model: str) -> str:
     """One shell command that asks the server about a small picture, which is part of it."""
     content = [
         {"type": "image_url", "image_url": {"url": picture_uri()}},
-        {"type": "text", "text": "What is in the picture?"},
+        {"type": "text", "text": "What is in this picture?"},
     ]
     body = {
         "model": model,

@@ -107,10 +107,10 @@ def write_checkpoint(
     seed: int = 0,
 ) -> None:
     """Write config, weights, tokenizer and processor files into an existing directory."""
-    tokenizer = _tokenizer()
+    tokenizer = byte_tokenizer()
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
-    _write_json(directory / "config.json", published_config(family, ids, tied=tied))
-    _write_json(
+    write_json(directory / "config.json", published_config(family, ids, tied=tied))
+    write_json(
         directory / "generation_config.json",
         {
             "bos_token_id": ids["<|endoftext|>"],
@@ -118,10 +118,10 @@ def write_checkpoint(
             "pad_token_id": ids["<|endoftext|>"],
         },
     )
-    _write_processor(directory, family)
-    _write_tokenizer(directory, tokenizer)
+    write_processor(directory, family)
+    write_tokenizer(directory, tokenizer)
     weights = _random_weights(directory, tied=tied, prefixes=prefixes, dtype=dtype, seed=seed)
-    _write_weights(directory, weights, shards)
+    write_weights(directory, weights, shards)
 
 
 def published_config(family: Family, ids: dict[str, int], *, tied: bool) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def _random_weights(
         model = transformers.AutoModelForImageTextToText.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     return {
-        name if prefixes == "module" else _published_name(name): _random_tensor(
+        name if prefixes == "module" else published_name(name): _random_tensor(
             name, tuple(parameter.shape), generator
         ).to(getattr(torch, dtype))
         for name, parameter in model.named_parameters()
@@ -197,14 +197,15 @@ def _random_tensor(name: str, shape: tuple[int, ...], generator: torch.Generator
     return noise * torch.Size(shape[1:]).numel() ** -0.5
 
 
-def _published_name(name: str) -> str:
+def published_name(name: str) -> str:
+    """Name in the published files of a parameter of transformers' class."""
     if name.startswith("model.visual."):
         return name.removeprefix("model.")
     return name.replace("model.language_model.", "model.", 1)
 
 
-def _write_weights(directory: Path, weights: dict[str, torch.Tensor], shards: int) -> None:
-    """One file, or several with their index."""
+def write_weights(directory: Path, weights: dict[str, torch.Tensor], shards: int) -> None:
+    """Write one file, or several with their index."""
     if shards == 1:
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
         return
@@ -216,11 +217,12 @@ def _write_weights(directory: Path, weights: dict[str, torch.Tensor], shards: in
         save_file(part, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {}, "weight_map": weight_map}
-    _write_json(directory / "model.safetensors.index.json", index)
+    write_json(directory / "model.safetensors.index.json", index)
 
 
-def _write_processor(directory: Path, family: Family) -> None:
-    _write_json(
+def write_processor(directory: Path, family: Family) -> None:
+    """Write preprocessor_config.json with the published values."""
+    write_json(
         directory / "preprocessor_config.json",
         {
             "min_pixels": 3136,
@@ -240,8 +242,8 @@ def _write_processor(directory: Path, family: Family) -> None:
 
 
 @functools.cache
-def _tokenizer() -> Tokenizer:
-    """Byte-level BPE of 300-odd entries; the special tokens follow the vocabulary."""
+def byte_tokenizer(corpus: tuple[str, ...] = _CORPUS, vocab_size: int = 320) -> Tokenizer:
+    """Byte-level BPE of at most so many entries; the special tokens follow the vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -252,20 +254,21 @@ def _tokenizer() -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(_CORPUS, trainer)
+    trainer = BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
     return tokenizer
 
 
-def _write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+    """Write the tokenizer, old and new files, with the chat template."""
     tokenizer.save(str(directory / "tokenizer.json"))
     model = json.loads(tokenizer.to_str())["model"]
-    _write_json(directory / "vocab.json", model["vocab"])
+    write_json(directory / "vocab.json", model["vocab"])
     merges = "".join(" ".join(merge) + "\n" for merge in model["merges"])
     (directory / "merges.txt").write_text("#version: 0.2\n" + merges, encoding="utf-8")
-    _write_json(directory / "chat_template.json", {"chat_template": CHAT_TEMPLATE})
-    _write_json(
+    write_json(directory / "chat_template.json", {"chat_template": CHAT_TEMPLATE})
+    write_json(
         directory / "tokenizer_config.json",
         {
             "tokenizer_class": "Qwen2Tokenizer",
@@ -281,5 +284,6 @@ def _write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     )
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as people read it."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -13,7 +13,7 @@ import pickle
 import platform
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 Executable = Callable[..., Any]
 Lower = Callable[[], jax.stages.Lowered]
+Key = tuple[str, int]
+"""Step and size."""
 
 _DIGEST_BYTES = 32
 _TRACED = ("jaxmm/device", "jaxmm/models", "jaxmm/host/batch.py", "kernels_pallas")
@@ -48,51 +50,82 @@ class Executables:
         self._ledger = ledger
         self._directory = Path(cache_dir).expanduser() if cache_dir else None
         self._fingerprint = fingerprint
-        self._table: dict[tuple[str, int], Executable] = {}
+        self._table: dict[Key, Future[Executable]] = {}
+        # one thread: two that load executables take five times as long (LLVM's linker)
+        self._restorer = ThreadPoolExecutor(1, thread_name_prefix="jaxmm-restore")
 
-    def __getitem__(self, key: tuple[str, int]) -> Executable:
-        return self._table[key]
+    def __getitem__(self, key: Key) -> Executable:
+        """The executable; waits where it is still being read from the cache."""
+        return self._table[key].result()
 
     def __len__(self) -> int:
         return len(self._table)
 
-    def warm_up(self, lowers: dict[tuple[str, int], Lower], *, progress: bool) -> None:
-        """Make every executable, restored where the cache has it, side by side.
+    def warm_up(self, lowers: dict[Key, Lower], *, progress: bool) -> None:
+        """Make every executable.
+
+        Those that the cache lacks are compiled side by side, and waited for. Those that it has
+        are read back on a thread of their own, smallest first: serving can begin meanwhile.
 
         Args:
             lowers: For each (step, size) a function that traces and lowers it.
             progress: Show a bar.
         """
         workers = max(1, min(8, os.cpu_count() or 1))
+        compiling: list[Future[Executable]] = []
         with ThreadPoolExecutor(workers, thread_name_prefix="jaxmm-compile") as pool:
+            for key in sorted(lowers, key=lambda key: key[1]):
+                blob = self._read(key)
+                if blob is not None:
+                    restored = self._restorer.submit(self._restore, key, blob, lowers[key])
+                    self._table[key] = restored
             # largest first: the longest compile must not be the last to start
-            keys = sorted(lowers, key=lambda key: -key[1])
-            made = pool.map(lambda key: self._make(key, lowers[key]), keys)
-            bar = tqdm(made, desc="compile", total=len(keys), unit="step", disable=not progress)
-            self._table |= dict(zip(keys, bar, strict=True))
+            for key in sorted(lowers.keys() - self._table.keys(), key=lambda key: -key[1]):
+                self._table[key] = pool.submit(self._compile, key, lowers[key])
+                compiling.append(self._table[key])
+            done = as_completed(compiling)
+            total, off = len(compiling), not (progress and compiling)
+            for future in tqdm(done, desc="compile", total=total, unit="step", disable=off):
+                future.result()
 
-    def _make(self, key: tuple[str, int], lower: Lower) -> Executable:
-        start = time.perf_counter()
+    def settle(self) -> None:
+        """Wait until every executable is there."""
+        for future in self._table.values():
+            future.result()
+
+    def close(self) -> None:
+        """Stop reading back what nobody will use."""
+        self._restorer.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, key: Key) -> bytes | None:
         path = self._path(key)
-        executable = _restore(path) if path is not None else None
-        restored = executable is not None
+        return None if path is None else _read_entry(path)
+
+    def _restore(self, key: Key, blob: bytes, lower: Lower) -> Executable:
+        start = time.perf_counter()
+        executable = _load(blob)
         if executable is None:
-            compiled = lower().compile()
-            if path is not None:
-                _store(path, compiled)
-            executable = compiled
-        self._ledger.add(
-            CompileRecord(
-                phase="warmup",
-                step=key[0],
-                size=key[1],
-                seconds=time.perf_counter() - start,
-                restored=restored,
-            )
-        )
+            return self._compile(key, lower)
+        self._note(key, start, restored=True)
         return executable
 
-    def _path(self, key: tuple[str, int]) -> Path | None:
+    def _compile(self, key: Key, lower: Lower) -> Executable:
+        start = time.perf_counter()
+        compiled = lower().compile()
+        path = self._path(key)
+        if path is not None:
+            _store(path, compiled)
+        self._note(key, start, restored=False)
+        return compiled
+
+    def _note(self, key: Key, start: float, *, restored: bool) -> None:
+        seconds = time.perf_counter() - start
+        step, size = key
+        self._ledger.add(
+            CompileRecord(phase="warmup", step=step, size=size, seconds=seconds, restored=restored)
+        )
+
+    def _path(self, key: Key) -> Path | None:
         if self._directory is None:
             return None
         text = f"{key}|{self._fingerprint}|{_machine()}|{_source_digest()}"
@@ -111,11 +144,8 @@ def _store(path: Path, compiled: jax.stages.Compiled) -> None:
         logger.warning("compile cache not written path=%s error=%s", path, e)
 
 
-def _restore(path: Path) -> Executable | None:
-    """Read an executable back; None when there is none or it cannot be used.
-
-    Damage is found before anything is loaded: it could be in the machine code.
-    """
+def _read_entry(path: Path) -> bytes | None:
+    """Read an entry; None when there is none, or it is damaged (it could be in machine code)."""
     try:
         entry = path.read_bytes()
     except OSError:
@@ -124,10 +154,15 @@ def _restore(path: Path) -> Executable | None:
     if hashlib.sha256(blob).digest() != digest:
         logger.warning("compile cache entry damaged path=%s", path)
         return None
+    return blob
+
+
+def _load(blob: bytes) -> Executable | None:
+    """Turn an entry into an executable; None when this machine or version cannot."""
     try:
         executable: Executable = serialize_executable.deserialize_and_load(*pickle.loads(blob))
     except (pickle.UnpicklingError, EOFError, ValueError, jax.errors.JaxRuntimeError) as e:
-        logger.warning("compile cache entry unusable path=%s error=%s", path, e)
+        logger.warning("compile cache entry unusable error=%s", e)
         return None
     return executable
 

@@ -19,6 +19,7 @@ from jaxmm.host.batch import StepBatch, StepLayout
 from jaxmm.host.lanes import MERGED_PATCHES, EncodeBatch
 from jaxmm.models import family_module
 from jaxmm.models.config import ModelConfig
+from jaxmm.models.loading import param_shapes
 from jaxmm.request import MAX_LOGIT_BIAS
 from jaxmm.sizes import Sizes
 
@@ -37,28 +38,23 @@ class Runner:
     def __init__(
         self,
         model: ModelConfig,
-        params: steps.Params,
         sizes: Sizes,
         dtype: DTypeLike,
         *,
-        num_ids: int,
         ledger: CompileLedger,
         compile_cache_dir: str,
     ) -> None:
-        """Allocate the device's memory; nothing is compiled yet.
+        """Allocate the device's memory; nothing is compiled or loaded yet.
 
         Args:
             model: Dimensions.
-            params: `{"vision": …, "text": …}` from `load_params`.
             sizes: Settled sizes.
             dtype: Of KV pages and arena.
-            num_ids: Ids that may be sampled; the vocabulary's rows beyond are padding.
             ledger: Told of every executable.
             compile_cache_dir: Where executables are kept between starts.
         """
         self._sizes = sizes
-        self._params = params
-        self._num_ids = num_ids
+        self._params: steps.Params = param_shapes(model, dtype)
         text, vision = (family_module(model.family, name) for name in ("text", "vision"))
         self._decoder = nnx.graphdef(nnx.eval_shape(lambda: text.TextDecoder(model.text, dtype)))
         self._encoder = nnx.graphdef(
@@ -70,7 +66,7 @@ class Runner:
         self._kv_pages = tuple(jnp.zeros(page_shape, dtype) for _ in range(t.num_layers))
         self._arena = jnp.zeros((sizes.num_rows + 1, t.width), dtype)
         self._state = init_state(sizes.max_running, t.vocab_size)
-        fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}|{num_ids}"
+        fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}"
         self._executables = Executables(ledger, compile_cache_dir, fingerprint)
 
     def layout(self, num_tokens: int) -> StepLayout:
@@ -79,14 +75,26 @@ class Runner:
         rung = sizes.buckets.step_tokens(num_tokens)
         return StepLayout(rung, sizes.max_running, sizes.num_table_pages)
 
+    def place(self, params: steps.Params) -> None:
+        """Take the weights, `{"vision": …, "text": …}` as `load_params` gives them."""
+        self._params = params
+
     def warm_up(self, *, progress: bool) -> None:
-        """Make the executable of every bucket."""
+        """Make the executable of every bucket; needs no weights."""
         lowers: dict[tuple[str, int], Lower] = {("prime", 0): self._lower_prime}
         for rung in self._sizes.buckets.tokens:
             lowers["language", rung] = partial(self._lower_language, rung)
         for rung in self._sizes.buckets.patches:
             lowers["encode", rung] = partial(self._lower_encode, rung)
         self._executables.warm_up(lowers, progress=progress)
+
+    def settle(self) -> None:
+        """Wait for executables that are still being read from the cache."""
+        self._executables.settle()
+
+    def close(self) -> None:
+        """Stop what runs in the background."""
+        self._executables.close()
 
     @property
     def num_executables(self) -> int:
@@ -147,7 +155,6 @@ class Runner:
         return steps.language_step.lower(
             self._decoder,
             layout,
-            self._num_ids,
             _shapes(self._params["text"]),
             _shapes(self._kv_pages),
             _shapes(self._state),

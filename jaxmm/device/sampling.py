@@ -75,7 +75,7 @@ def sample_rows(
     params: SampleParams,
     state: SamplerState,
     *,
-    num_ids: int,
+    num_ids: Int32[Array, ""],
     any_random: Bool[Array, ""],
     any_penalty: Bool[Array, ""],
     any_logprobs: Bool[Array, ""],

@@ -29,7 +29,7 @@ from kernels_pallas.scatter_rows import scatter_rows
 Params = Mapping[str, Any]
 KVPages = tuple[Float[Array, "P J S C"], ...]
 
-SAMPLE_GROUP = 16  # rows whose logits are made together; the head is read once for each group
+MAX_SAMPLE_GROUP = 16
 
 
 class Lane(NamedTuple):
@@ -66,7 +66,6 @@ def _encode_step(
 def _language_step(
     decoder: nnx.GraphDef[Any],
     layout: StepLayout,
-    num_ids: int,
     params: Params,
     kv_pages: KVPages,
     state: SamplerState,
@@ -75,7 +74,7 @@ def _language_step(
 ) -> tuple[KVPages, SamplerState, Sampled]:
     """Extend and decode one step's tokens, and sample.
 
-    Static: decoder, layout (the bucket), num_ids. Donated: kv_pages, state. Bucketed: T.
+    Static: decoder, layout (the bucket). Donated: kv_pages, state. Bucketed: T.
     """
     step = _unpack(layout, buffer)
     text = nnx.merge(decoder, params)
@@ -97,7 +96,7 @@ def _language_step(
     )
     hidden_TD, kv_pages = text(hidden_TD, step["positions_AT"], kv_pages, attention)
     with jax.named_scope("sample"):
-        sampled = _sample(text.logits, hidden_TD, step, state, num_ids)
+        sampled = _sample(text.logits, hidden_TD, step, state)
         state = remember(
             state,
             step["sample_slot_B"],
@@ -122,16 +121,23 @@ def _unpack(layout: StepLayout, buffer: Int32[Array, " X"]) -> dict[str, Array]:
     return fields
 
 
+def _sample_group(num_tokens: int) -> int:
+    """Rows whose logits are made together; the head is read once for each group."""
+    if num_tokens <= MAX_SAMPLE_GROUP:
+        return num_tokens
+    # Small steps are all decodes, large ones mostly prompt: few rows, often one.
+    return MAX_SAMPLE_GROUP if num_tokens <= 2 * MAX_SAMPLE_GROUP else MAX_SAMPLE_GROUP // 2
+
+
 def _sample(
     logits: Callable[[Array], Array],
     hidden_TD: Float[Array, "T D"],
     step: Mapping[str, Array],
     state: SamplerState,
-    num_ids: int,
 ) -> Sampled:
     """Sample the rows that the host asked for, a group at a time: cost follows their number."""
     num_tokens, num_rows = hidden_TD.shape[0], step["sample_token_B"].shape[0]
-    group = min(SAMPLE_GROUP, num_tokens)
+    group = _sample_group(num_tokens)
     names = SampleParams._fields
     columns = SampleParams(
         step["sample_slot_B"],
@@ -145,7 +151,7 @@ def _sample(
             logits(hidden_TD[token_B]),
             rows,
             state,
-            num_ids=num_ids,
+            num_ids=step["num_ids"],
             any_random=step["any_random"] > 0,
             any_penalty=step["any_penalty"] > 0,
             any_logprobs=step["any_logprobs"] > 0,
@@ -159,7 +165,7 @@ def _sample(
             logits(hidden_TD[:group]),
             SampleParams(*(c[:group] for c in columns)),
             state,
-            num_ids=num_ids,
+            num_ids=jnp.int32(0),
             any_random=jnp.bool(False),
             any_penalty=jnp.bool(False),
             any_logprobs=jnp.bool(False),
@@ -186,7 +192,7 @@ def _prime_step(
 encode_step = jax.jit(_encode_step, static_argnames=("encoder",), donate_argnames=("arena_RD",))
 language_step = jax.jit(
     _language_step,
-    static_argnames=("decoder", "layout", "num_ids"),
+    static_argnames=("decoder", "layout"),
     donate_argnames=("kv_pages", "state"),
 )
 prime_step = jax.jit(_prime_step, donate_argnames=("state",))

@@ -53,6 +53,7 @@ class StepLayout:
             "num_decodes": (),
             "num_sequences": (),
             "num_samples": (),
+            "num_ids": (),  # ids that may be sampled; logits beyond are padding
             # 1 when any sampled row needs the dearer path
             "any_random": (),
             "any_penalty": (),
@@ -133,7 +134,7 @@ def sampled_rows(plan: Plan) -> list[SampleRow]:
 
 
 def build_batch(
-    plan: Plan, layout: StepLayout, page_size: int, eos_ids: tuple[int, ...]
+    plan: Plan, layout: StepLayout, *, page_size: int, num_ids: int, eos_ids: tuple[int, ...]
 ) -> StepBatch:
     """Write a plan into a step's buffer.
 
@@ -141,6 +142,7 @@ def build_batch(
         plan: Made last, so that its sequences hold the pages, rows and slots that it needs.
         layout: Of a bucket with at least `plan.num_tokens` tokens.
         page_size: Tokens per page.
+        num_ids: Ids of the tokenizer.
         eos_ids: Ids that end an answer, for `min_tokens`.
     """
     batch = StepBatch(layout)
@@ -148,6 +150,7 @@ def build_batch(
     batch["row_T"][:] = -1
     num_decodes = len(plan.decodes)
     batch["num_tokens"][...] = plan.num_tokens
+    batch["num_ids"][...] = num_ids
     batch["num_decodes"][...] = num_decodes
     batch["num_sequences"][...] = num_decodes + len(plan.extends)
     _write_decodes(batch, plan, page_size)

@@ -1,6 +1,7 @@
 """Chat messages to token ids, through the checkpoint's own template. Host only."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -75,6 +76,8 @@ class ChatTokenizer:
         Raises:
             ModelError: No tokenizer there, or one that cannot be used.
         """
+        # transformers would advise every user to install torch, which jaxmm has no need of
+        logging.getLogger("transformers").addFilter(_is_not_about_torch)
         from transformers import AutoTokenizer  # over a second of imports, wanted only here
 
         directory = Path(directory)
@@ -213,6 +216,10 @@ def _protect(backend: Any, placeholder: str) -> dict[str, int]:
         backend.add_special_tokens([AddedToken(placeholder, special=True, normalized=False)])
     added = backend.get_added_tokens_decoder()
     return {t.content: i for i, t in added.items() if t.special and len(t.content) > 1}
+
+
+def _is_not_about_torch(record: logging.LogRecord) -> bool:
+    return "PyTorch was not found" not in record.getMessage()
 
 
 def _find_template(directory: Path, tokenizer: Any) -> str | None:

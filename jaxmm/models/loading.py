@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
@@ -94,6 +95,15 @@ def load_params(
             value = _read(parameter, sources, files, np.dtype(dtype))
             _insert(params, parameter.path, put(parameter.path, value))
     return params
+
+
+def param_shapes(config: ModelConfig, dtype: npt.DTypeLike) -> dict[str, Any]:
+    """What `load_params` will give, as `jax.ShapeDtypeStruct`; reads no file."""
+    table: Sequence[Parameter] = family_module(config.family, "params").parameters(config)
+    shapes: dict[str, Any] = {}
+    for parameter in table:
+        _insert(shapes, parameter.path, jax.ShapeDtypeStruct(parameter.shape, dtype))
+    return shapes
 
 
 Sources = Mapping[str, tuple[str, Path]]

@@ -19,7 +19,6 @@ from jaxmm.api import generate
 from jaxmm.config import EngineConfig, load_config
 from jaxmm.engine import Engine
 from jaxmm.errors import (
-    ConfigError,
     EngineStopped,
     MediaError,
     MediaTooLarge,
@@ -416,8 +415,3 @@ def test_files_that_are_missing(copied: Path, names: list[str]) -> None:
         (copied / name).unlink()
     with pytest.raises(ModelError):
         start(copied)
-
-
-def test_kernels_that_this_machine_does_not_have(copied: Path) -> None:
-    with pytest.raises(ConfigError, match="kernels='pallas' needs a TPU"):
-        start(copied, kernels="pallas")

@@ -87,6 +87,7 @@ def test_retracts_cached_prefixes_and_flushes_compile_nothing(family: Family) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_executables_are_one_for_each_rung_and_are_counted(family: Family) -> None:
     on = engine(family)
+    on._parts.runner.settle()
     made = [record for record in on.ledger.records if record.phase == "warmup"]
     buckets = on.sizes.buckets
     assert len(made) == buckets.num_executables == on._parts.runner.num_executables

@@ -88,14 +88,14 @@ def run(tokenizer, *words):
 def test_generate_prints_the_answer(tokenizer, stream):
     status, out, _, engine = run(
         tokenizer, "generate", "What?", "--image", "a.jpg", "--image", "b.jpg", *stream,
-        "--max-tokens", "9999", "--seed", "3", "--pages-page-size", "8", "--warmup", "false",
+        "--max-tokens", "9999", "--seed", "3", "--pages-page-size", "8", "--progress", "false",
     )  # fmt: skip
     assert (status, out) == (0, "A red square. 図 😀\n")
     request = engine.requests[0]
     assert request.images == (Path("a.jpg"), Path("b.jpg"))
     assert [part["type"] for part in request.messages[0]["content"]] == ["image", "image", "text"]
     assert (request.sampling.max_tokens, request.sampling.seed) == (9999, 3)
-    assert (engine.config.pages.page_size, engine.config.warmup) == (8, False)
+    assert (engine.config.pages.page_size, engine.config.progress) == (8, False)
     assert engine.closed
 
 

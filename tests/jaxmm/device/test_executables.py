@@ -25,6 +25,7 @@ def warmed(
 ) -> Executables:
     made = Executables(ledger, directory, fingerprint)
     made.warm_up({("language", 4): lambda: lower(factor)}, progress=False)
+    made.settle()
     return made
 
 

@@ -1,0 +1,368 @@
+"""Train the small model: `python train.py --state DIR`. Seeded, resumable, progress in DIR/log.txt.
+
+Two processes of one thread each work on the same weights in shared memory, each at its own pace
+with its own momentum and with no lock (Hogwild, arXiv 1106.5730): neither waits for the other where
+the machine is shared. So two runs of one seed differ a little; one process (`--processes 1`) repeats
+exactly. Matrices are moved by Muon (orthogonalised momentum), everything else by Adam; a classifier
+of each vision row, used in training only, gives the encoder a dense signal from the first step.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import batches
+import model as model_file
+import tokenizer as tokenizer_file
+import torch
+import torch.nn.functional as F
+from batches import AUX, SKILL_INDEX
+
+RECIPE = {
+    "phase": "all",
+    "steps": 16000,
+    "warm_up": 100,
+    "from": 0,
+    "decay_from": 10000,
+    "rate": 1.0,
+    "muon_rate": 0.02,
+    "adam_rate": 0.002,
+    "tokens": 5000,
+    "kinds": [80, 12, 8],
+    "largest": 168 * 112,
+    "question_first": 0.2,
+    "text_share": 0.5,
+    "talks": 4,
+    "words": 60,
+    "aux": 1.5,
+    "pages": 20,
+    "average": 0.998,
+    "weights": {
+        "read": 2.0,
+        "shape_colour": 0.8,
+        "count": 1.0,
+        "where": 1.5,
+        "two_pictures": 1.0,
+        "follow_up": 1.0,
+        "describe": 1.0,
+        "motion": 1.5,
+        "extra": 0.8,
+    },
+}
+
+
+class Aux(torch.nn.Module):
+    """Linear classifiers of a vision row, for training only."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.head = torch.nn.Linear(width, sum(n for _, n in AUX))
+        torch.nn.init.normal_(self.head.weight, std=0.02)
+
+    def forward(self, rows, targets):
+        """Loss and the share of right answers among targets that are not "nothing"."""
+        logits = (
+            self.head(F.rms_norm(rows, rows.shape[-1:])).float().reshape(-1, self.head.out_features)
+        )
+        loss, right = 0.0, {}
+        for (name, n), part, target in zip(
+            AUX,
+            logits.split([n for _, n in AUX], dim=-1),
+            targets.reshape(-1, len(AUX)).T,
+            strict=True,
+        ):
+            weight = torch.ones(n)
+            weight[0] = 0.15
+            loss = loss + F.cross_entropy(part, target, weight)
+            some = target > 0
+            if some.any():
+                right[name] = (part[some].argmax(-1) == target[some]).float().mean().item()
+        return loss / len(AUX), right
+
+
+def net_logits(net, batch):
+    """Logits of the positions before each label, and the vision rows."""
+    t = torch.from_numpy
+    branch = t(batch.branch)
+    length = branch.shape[1]
+    mask = (branch[:, None, :] == branch[:, :, None]) | (branch == 0)[:, None, :]
+    mask &= torch.ones(length, length, dtype=torch.bool).tril()
+    rows = net.see([t(p) for p in batch.pictures])
+    return net(
+        t(batch.ids), t(batch.positions), mask[:, None], rows, t(batch.rows_at), t(batch.wanted)
+    ), rows
+
+
+def forward_loss(net, aux, batch, recipe):
+    """Loss of one batch, and for each answer its skill and whether greedy decoding would give it exactly."""
+    t = torch.from_numpy
+    logits, rows = net_logits(net, batch)
+    labels, answer = t(batch.labels), t(batch.answer)
+    each = F.cross_entropy(logits, labels, reduction="none")
+    wrong = torch.zeros(len(batch.skills), dtype=torch.long).index_add_(
+        0, answer, (logits.argmax(-1) != labels).long()
+    )
+    # half by token, half by answer, so that one-token answers (counts, sides) count as much as long ones
+    sizes = torch.bincount(answer, minlength=len(batch.skills)).float()
+    loss = 0.5 * each.mean() + 0.5 * (each / sizes[answer]).sum() / len(batch.skills)
+    right = {}
+    if aux is not None:
+        extra, right = aux(rows, t(batch.aux))
+        loss = loss + recipe["aux"] * extra
+    return loss, (wrong == 0).tolist(), right
+
+
+class Muon:
+    """Orthogonalised momentum (Newton-Schulz, 5 steps) on stacks of equal matrices."""
+
+    def __init__(self, net, prefix: str):
+        parts = []
+        for name, p in net.named_parameters():
+            if p.ndim != 2 or name == "embed" or not name.startswith(prefix):
+                continue
+            module = net.get_submodule(name.rsplit(".", 2)[0]) if "." in name else None
+            if ".qkv." in name:
+                h, k, d = module.heads, module.kv_heads, module.head
+                cuts = [h * d, k * d, k * d]
+            elif ".gate_up." in name:
+                cuts = [p.shape[0] // 2] * 2
+            else:
+                cuts = [p.shape[0]]
+            start = 0
+            for c in cuts:
+                parts.append((p, start, start + c))
+                start += c
+        stacks = defaultdict(list)
+        for part in parts:
+            stacks[(part[2] - part[1], part[0].shape[1])].append(part)
+        self.stacks = sorted(stacks.items())
+        self.momentum = [torch.zeros(len(v), *k) for k, v in self.stacks]
+        self.ids = {id(p) for p, _, _ in parts}
+
+    def step(self, rate: float, beta: float = 0.95) -> None:
+        for ((rows, cols), parts), m in zip(self.stacks, self.momentum, strict=True):
+            g = torch.stack([p.grad[a:b] for p, a, b in parts])
+            m.lerp_(g, 1 - beta)
+            u = orthogonal(g.lerp_(m, beta))
+            for (p, a, b), d in zip(parts, u, strict=True):
+                p.data[a:b].add_(d, alpha=-rate * max(1.0, rows / cols) ** 0.5)
+
+
+def orthogonal(g):
+    x = g.bfloat16()
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return (x.mT if tall else x).float()
+
+
+def read_recipe(path: str) -> dict:
+    return {**RECIPE, **json.loads(Path(path).read_text())}
+
+
+def rate_at(step: int, recipe: dict) -> float:
+    warm = min(1.0, max(0, step - recipe["from"] + 1) / recipe["warm_up"])
+    if step < recipe["decay_from"]:
+        return recipe["rate"] * warm
+    left = (recipe["steps"] - step) / max(1, recipe["steps"] - recipe["decay_from"])
+    return recipe["rate"] * warm * max(0.0, left)
+
+
+def run(rank: int, args, recipe: dict, net, aux, shared) -> None:
+    """One worker. `shared` holds the steps and samples done by all, and whether to stop."""
+    state = Path(args.state)
+    torch.set_num_threads(args.threads)
+    if args.processes > 1 and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    signal.signal(signal.SIGTERM, lambda *_: shared[2].fill_(1))
+    encoder = batches.Encoder(tokenizer_file.load(state / "tokenizer"))
+    pages = recipe["phase"] == "pages"  # the encoder alone, on full pages
+    muon = Muon(net, "visual." if pages else "")
+    everything = [*(net.visual if pages else net).parameters(), *aux.parameters()]
+    others = [p for p in everything if id(p) not in muon.ids]
+    adam = torch.optim.Adam(others, lr=1e-3, betas=(0.9, 0.98), eps=1e-10)
+    average, spent = {k: v.clone() for k, v in net.state_dict().items()}, 0.0
+    if (state / "state.pt").exists():
+        saved = torch.load(state / "state.pt", weights_only=False)
+        if saved["recipe"]["phase"] == recipe["phase"]:
+            adam.load_state_dict(saved["adam"])
+            for m, s in zip(muon.momentum, saved["muon"], strict=True):
+                m.copy_(s)
+        average, spent = saved["average"], saved["spent"]
+        del saved
+    if args.compile:
+        torch._dynamo.config.cache_size_limit = 64
+        for block in (*net.layers, *net.visual.blocks):
+            block.compile(dynamic=True)
+    tally, began, last_save, last_log, logged = (
+        defaultdict(list),
+        time.time() - spent,
+        time.time(),
+        time.time(),
+        int(shared[0]),
+    )
+    samples = int(shared[1])
+
+    def save():
+        torch.save(
+            {
+                "net": net.state_dict(),
+                "aux": aux.state_dict(),
+                "adam": adam.state_dict(),
+                "muon": muon.momentum,
+                "average": average,
+                "step": int(shared[0]),
+                "spent": time.time() - began,
+                "recipe": recipe,
+            },
+            state / "state.tmp",
+        )
+        (state / "state.tmp").replace(state / "state.pt")
+
+    while int(shared[0]) < recipe["steps"] and not shared[2]:
+        step = int(shared[0])
+        shared[0] += 1
+        if args.recipe:  # may be edited while it runs
+            recipe = read_recipe(args.recipe)
+        for p in everything:
+            p.grad = None
+        rng = random.Random(f"train {args.seed} {step} {rank}")
+        with torch.autocast("cpu", torch.bfloat16, enabled=not args.full_precision):
+            loss = (
+                page_loss(net, aux, rng, recipe, tally, shared)
+                if pages
+                else talk_loss(net, aux, encoder, rng, recipe, tally, shared)
+            )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([p for p in others if p.grad is not None], 1.0)
+        rate = rate_at(step, recipe)
+        muon.step(rate * recipe["muon_rate"])
+        for group in adam.param_groups:
+            group["lr"] = rate * recipe["adam_rate"]
+        adam.step()
+        if rank:
+            continue
+        for k, v in net.state_dict().items():
+            average[k].lerp_(v, 1 - min(recipe["average"], step / (step + 10)))
+        if step >= logged + args.log_every:
+            report(
+                state,
+                step,
+                recipe,
+                tally,
+                time.time() - began,
+                (int(shared[1]) - samples) / (time.time() - last_log),
+                rate,
+            )
+            samples, last_log, logged = int(shared[1]), time.time(), step
+        if time.time() - last_save > 150:
+            save()
+            last_save = time.time()
+    if rank == 0:
+        save()
+
+
+def talk_loss(net, aux, encoder, rng, recipe, tally, shared):
+    """Loss of one batch of conversations, and of some pages that keep reading dense."""
+    batch = batches.train_batch(rng, encoder, recipe)
+    loss, exact, right = forward_loss(net, aux, batch, recipe)
+    shared[1] += len(batch.ids)
+    tally["loss"].append(loss.item())
+    for skill, ok in zip(batch.skills, exact, strict=True):
+        tally[int(skill)].append(ok)
+    for name, value in right.items():
+        tally["aux " + name].append(value)
+    if recipe["pages"]:
+        loss = loss + recipe["aux"] * page_loss(net, aux, rng, recipe, tally, shared)
+    return loss
+
+
+def page_loss(net, aux, rng, recipe, tally, shared):
+    pixels, targets = map(torch.from_numpy, batches.page_batch(rng, recipe["pages"]))
+    loss, right = aux(net.visual(pixels), targets)
+    for name, value in right.items():
+        if name.startswith("char") or recipe["phase"] == "pages":
+            tally["aux page_" + name].append(value)
+    if recipe["phase"] == "pages":
+        tally["loss"].append(loss.item())
+        shared[1] += len(pixels)
+    return loss
+
+
+def report(
+    state: Path, step: int, recipe: dict, tally, spent: float, speed: float, rate: float
+) -> None:
+    def mean(v):
+        return sum(v) / max(1, len(v))
+
+    names = {v: k for k, v in SKILL_INDEX.items()}
+    skills = " ".join(
+        f"{names[k]}={100 * mean(v):.0f}"
+        for k, v in sorted((k, v) for k, v in tally.items() if isinstance(k, int))
+    )
+    aux = " ".join(
+        f"{k[4:]}={100 * mean(v):.0f}" for k, v in tally.items() if str(k).startswith("aux")
+    )
+    line = (
+        f"step={step}/{recipe['steps']} minutes={spent / 60:.1f} samples_per_s={speed:.0f} rate={rate:.2f} "
+        f"loss={mean(tally['loss']):.3f} | {skills} | {aux}"
+    )
+    tally.clear()
+    with open(state / "log.txt", "a") as f:
+        f.write(line + "\n")
+    print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--state", required=True, help="folder of checkpoint, log and tokenizer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--log-every", type=int, default=50)
+    parser.add_argument(
+        "--full-precision", action="store_true", help="float32 matrix products instead of bfloat16"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the layers: minutes at the start, then 1.2x"
+    )
+    parser.add_argument(
+        "--recipe",
+        help="JSON file whose values replace those of RECIPE; may be edited while it runs",
+    )
+    args = parser.parse_args()
+    recipe = read_recipe(args.recipe) if args.recipe else RECIPE
+    os.makedirs(args.state, exist_ok=True)
+    if not (Path(args.state) / "tokenizer" / "tokenizer.json").exists():
+        tokenizer_file.write(Path(args.state) / "tokenizer")
+    torch.manual_seed(args.seed)
+    net = model_file.Model()
+    aux = Aux(net.config["hidden_size"])
+    shared = torch.zeros(3, dtype=torch.long)
+    if (Path(args.state) / "state.pt").exists():
+        saved = torch.load(Path(args.state) / "state.pt", weights_only=False)
+        net.load_state_dict(saved["net"])
+        aux.load_state_dict(saved["aux"])
+        shared[0] = saved["step"]
+        del saved
+    if args.processes == 1:
+        run(0, args, recipe, net, aux, shared)
+        return
+    for part in (net, aux, shared):
+        (part.share_memory_ if isinstance(part, torch.Tensor) else part.share_memory)()
+    signal.signal(signal.SIGTERM, lambda *_: shared[2].fill_(1))
+    torch.multiprocessing.spawn(run, (args, recipe, net, aux, shared), nprocs=args.processes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""The kernels at the shapes they serve: what to compile, its least cost, what runs how often.
+
+The numbers of times go with `tests.bench.schedule`: one for each large part of the program.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.kv_update import kernel as kv
+from kernels_pallas.ragged_paged_attention import decode, extend
+from kernels_pallas.ragged_paged_attention import kernel as mixed
+from kernels_pallas.ragged_paged_attention.layout import query_lanes, row_lanes
+from kernels_pallas.scatter_rows import kernel as scatter
+from kernels_pallas.scatter_rows import layout as arena
+from kernels_pallas.segment_attention import kernel as segment
+from kernels_pallas.segment_attention import windows
+
+C = 128
+"""Channels of a text head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One kernel at one shape."""
+
+    name: str
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    donate: tuple[int, ...] = ()
+    donated_bytes: int = 0
+    """What must come back in the memory of an argument."""
+    hbm_bytes: float
+    """Bytes that the call must move."""
+    flops: float = 0.0
+    """Operations that the matrix units must do."""
+    kernel: str
+    """Name of the Pallas call whose schedule is read."""
+    times: tuple[float, ...] = ()
+    """How often each large part runs, inside of what holds it."""
+    large: int = 95
+    """Bundles from which a part is large."""
+    small_loop_times: float = 1.0
+    """How often loops run that are not large."""
+
+
+def bf16(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def i32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def decode_case(num: int, heads: int, kv_heads: int, page: int, length: int = 2048) -> Case:
+    """Decode of `num` sequences of equal length."""
+    per_sequence = 2 * length // page
+    pool = bf16(num * length // page + 1, kv_heads, page, row_lanes(C))
+    n = decode.block_pages_of(pool, per_sequence)
+    blocks = math.ceil(length / (n * page))
+    return Case(
+        name=f"decode {num}, {heads}/{kv_heads}, page {page}",
+        function=decode.decode_attention,
+        args=(
+            bf16(num, kv_heads, math.ceil(heads / kv_heads / 8) * 8, C),
+            bf16(num, kv_heads, row_lanes(C)),
+            pool,
+            i32(num),
+            i32(num, per_sequence),
+            i32(1),
+        ),
+        donate=(2,),
+        donated_bytes=math.prod(pool.shape) * 2,
+        hbm_bytes=num * length * kv_heads * row_lanes(C) * 2,
+        kernel="decode_attention",
+        times=(num * blocks, 1 / blocks),
+        small_loop_times=n,
+    )
+
+
+def extend_case(tokens: int, heads: int, kv_heads: int, page: int) -> Case:
+    """Extend of one sequence that has nothing cached."""
+    tile, block = mixed.query_tile(tokens), max(page, extend.BLOCK_KEYS)
+    num_tiles = tokens // tile
+    visits = extend.Visits(i32(num_tiles + 1), i32(num_tiles + 1), i32(3))
+    blocks = [math.ceil((t + 1) * tile / block) for t in range(num_tiles)]
+    masked = num_tiles / sum(blocks)
+    return Case(
+        name=f"extend {tokens}, {heads}/{kv_heads}, page {page}",
+        function=functools.partial(extend.extend_attention, channels=C, tile=tile),
+        args=(
+            bf16(tokens, heads * C),
+            bf16(tokens // page + 1, kv_heads, page, row_lanes(C)),
+            i32(2),
+            i32(1),
+            i32(1, tokens // page),
+            visits,
+        ),
+        hbm_bytes=2 * 2 * tokens * heads * C + tokens * kv_heads * row_lanes(C) * 2,
+        flops=4 * heads * C * tokens * (tokens + 1) / 2,
+        kernel="extend_attention",
+        times=(
+            kv_heads * num_tiles,
+            1 / (kv_heads * num_tiles),
+            1,
+            1,
+            sum(blocks) / num_tiles,
+            1 - masked,
+            masked / 2,
+            masked / 2,
+            1,
+        ),
+        large=80,
+        small_loop_times=block // page,
+    )
+
+
+def kv_case(tokens: int, kv_heads: int, page: int) -> Case:
+    """The rows of one run that starts inside a page."""
+    rows = min(kv.BLOCK_ROWS, page)
+    items = i32(tokens // rows + 2)
+    pool = bf16(4096, kv_heads, page, row_lanes(C))
+    return Case(
+        name=f"kv_update {tokens}, {kv_heads}, page {page}",
+        function=kv.kv_update,
+        args=(bf16(tokens, kv_heads * row_lanes(C)), pool, kv.Updates(*[items] * 5, i32(1))),
+        donate=(1,),
+        donated_bytes=math.prod(pool.shape) * 2,
+        hbm_bytes=2 * 2 * tokens * kv_heads * row_lanes(C),
+        kernel="kv_update",
+        times=(tokens // rows + 1,),
+    )
+
+
+def scatter_case(tokens: int, width: int, levels: int = 1) -> Case:
+    """A step of vision tokens; with levels, deepstack's last one is added."""
+    tile = scatter.token_tile(tokens)
+    plan = scatter.RowPlan(
+        i32(tokens // tile), i32(1), i32(tokens // tile), i32(tokens // 32), i32(tokens // 8),
+        i32(tokens),
+    )  # fmt: skip
+    add = levels > 1
+    return Case(
+        name=f"{'add' if add else 'put'} {tokens} rows of {width}",
+        function=functools.partial(scatter.scatter_rows, level=levels - 1, add=add),
+        args=(bf16(tokens, width), bf16(16384, levels, 4, arena.row_lanes(width)), plan),
+        donate=(0,),
+        donated_bytes=tokens * width * 2,
+        hbm_bytes=(3 if add else 2) * tokens * width * 2,
+        kernel="scatter_rows",
+        times=(tokens // tile,),
+        small_loop_times=tile // scatter.RUN,
+    )
+
+
+def segment_case(patches: int, images: int, heads: int, channels: int) -> Case:
+    """A lane of images of equal size."""
+    tile, block = segment.segment_sizes(patches)
+    size = patches // images
+    visits = patches // tile * max(1, size // block)
+    steps = i32(patches // tile * (patches // block))
+    plan = segment.SegmentPlan(steps, steps, steps, i32(), i32(1, patches), i32(1, patches))
+    x = bf16(heads, patches, channels)
+    groups = heads // math.gcd(heads, segment.MAX_HEADS)
+    half = float(size < block)
+    share = patches / tile / visits
+    return Case(
+        name=f"segments {images} x {size}, {heads} heads of {channels}",
+        function=functools.partial(segment.segment_attention, tile=tile, block=block),
+        args=(x, x, x, plan),
+        hbm_bytes=4 * 2 * patches * heads * channels,
+        flops=4 * patches * size * heads * channels,
+        kernel="segment_attention",
+        times=(groups * visits, share, 1 - half, 0, half, share),
+        large=150,
+    )
+
+
+def window_case(patches: int, heads: int, channels: int) -> Case:
+    """A lane of full windows of 64."""
+    x = bf16(patches, heads * channels)
+    tile = math.gcd(patches, windows.TILE)
+    groups = heads // windows.group_of(heads, channels)
+    return Case(
+        name=f"windows {patches}, {heads} heads of {channels}",
+        function=functools.partial(windows.window_attention, channels=channels),
+        args=(x, x, x, i32(patches)),
+        hbm_bytes=4 * 2 * patches * heads * channels,
+        flops=4 * patches * windows.WINDOW * heads * channels,
+        kernel="window_attention",
+        times=(groups * patches / tile, tile / windows.SQUARE / 2),
+    )
+
+
+def cases() -> list[Case]:
+    """What `make kernels` prints and the AOT tests compile."""
+    text = [(28, 4), (16, 2), (12, 2), (16, 8)]
+    return [
+        *(decode_case(64, *heads, 128) for heads in text),
+        *(decode_case(64, 28, 4, page) for page in (16, 32, 256)),
+        decode_case(64, 7, 1, 128),
+        decode_case(256, 28, 4, 128),
+        *(extend_case(2048, *heads, 128) for heads in text),
+        extend_case(2048, 28, 4, 16),
+        kv_case(2048, 4, 128),
+        scatter_case(2048, 3584),
+        scatter_case(2048, 1536),
+        scatter_case(2048, 3584, levels=4),
+        segment_case(4096, 1, 16, 80),
+        segment_case(4096, 16, 16, 80),
+        segment_case(4096, 1, 16, 64),
+        window_case(4096, 16, 80),
+    ]
+
+
+def step_args(
+    tokens: int, heads: int, kv_heads: int, *, num: int, page: int, channels: int = C
+) -> tuple[Any, ...]:
+    """Arguments of a whole mixed step, as `mixed.ragged_paged_attention` takes them."""
+    return (
+        bf16(tokens, heads * query_lanes(channels)),
+        bf16(tokens, kv_heads * row_lanes(channels)),
+        bf16(num * 4096 // page // 4, kv_heads, page, row_lanes(channels)),
+        i32(num + 1),
+        i32(num),
+        i32(num, 4096 // page),
+        i32(),
+        i32(),
+    )

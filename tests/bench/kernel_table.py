@@ -1,0 +1,139 @@
+"""Prints the static cost of the kernels beside the least they could cost, for TPU generations.
+
+    python -m tests.bench.kernel_table [--topology v5e:1x1 ...] [--only TEXT] [--markdown]
+
+Needs libtpu and no TPU. Each case compiles in a process of its own: the compiler's dump is chosen
+when libtpu loads, and an abort hits one case only. Branches that exclude each other are counted by
+their share where they are large; small ones count as taken, so the figures err upwards.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.bench import schedule
+from tests.bench.kernel_cases import Case, cases
+
+_PASSES = ".*(final_bundles|hlo-static-bundle-profile).*"
+_MATMUL_CYCLES = {"v5e": 4.0, "v5p": 4.0, "v6e": 4.0, "tpu7x": 4.0}
+"""Of 16 bfloat16 rows: 16 cycles on four units of 128 columns, 8 on two of 256."""
+_HEADER = (
+    "case",
+    "chip",
+    "floor us",
+    "by",
+    "compute us",
+    "bundles",
+    "VMEM KiB",
+    "spills",
+    "copies",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--topology", action="append", help="default: v5e:1x1 and v6e:1x1")
+    parser.add_argument("--only", default="", help="part of the names of the cases")
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return _worker(*args.worker)
+    _print(_HEADER, markdown=args.markdown)
+    if args.markdown:
+        print("|" + "---|" * len(_HEADER))
+    for case in cases():
+        for topology in args.topology or ["v5e:1x1", "v6e:1x1"]:
+            if args.only in case.name:
+                _print(_row(case, topology), markdown=args.markdown)
+
+
+def _print(row: tuple[str, ...], *, markdown: bool) -> None:
+    """Print a row at once: a table takes minutes."""
+    if markdown:
+        line = "".join(f"| {cell} " for cell in row) + "|"
+    else:
+        line = "  ".join([row[0].ljust(36), *(cell.rjust(10) for cell in row[1:])])
+    print(line, flush=True)
+
+
+def _worker(name: str, topology: str) -> None:
+    """Compile one case and print what the compiled module says, as JSON."""
+    from tests import aot
+
+    case = next(c for c in cases() if c.name == name)
+    mesh = aot.mesh_of(topology)
+    compiled = aot.compile_for(mesh, case.function, case.args, donate=case.donate)
+    facts = {"copies": aot.copied_bytes(compiled.as_text()), **aot.chip_of(mesh)}
+    print(json.dumps(facts))
+
+
+def _row(case: Case, topology: str) -> tuple[str, ...]:
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        flags += f" --xla_jf_dump_llo_pass_label_regex={_PASSES}"
+        command = [sys.executable, "-m", "tests.bench.kernel_table", "--worker"]
+        done = subprocess.run(
+            [*command, case.name, topology],
+            env={**os.environ, "LIBTPU_INIT_ARGS": flags},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(f"{case.name} on {topology}: {done.stderr[-2000:]}")
+        facts = json.loads(done.stdout.splitlines()[-1])
+        return _cells(case, topology.partition(":")[0], facts, Path(folder))
+
+
+def _cells(case: Case, chip: str, facts: dict[str, Any], folder: Path) -> tuple[str, ...]:
+    (program,) = folder.rglob(f"*-{case.kernel}*-final_bundles.txt")
+    root = schedule.parse(program.read_text(), delay=6 if chip == "tpu7x" else 4)
+    try:
+        schedule.set_times(
+            root, case.times, large=case.large, small_loop_times=case.small_loop_times
+        )
+    except ValueError as error:
+        sys.exit(f"{case.name} on {chip}: {error}")
+    seconds = root.cycles(_MATMUL_CYCLES[chip]) / facts["clock"]
+    memory, matrix = case.hbm_bytes / facts["bandwidth"], case.flops / facts["flops"]
+    vmem, spills = _profile(folder, case.kernel)
+    return (
+        case.name,
+        chip,
+        f"{max(memory, matrix) * 1e6:.0f}",
+        "HBM" if memory >= matrix else "MXU",
+        f"{seconds * 1e6:.0f}",
+        str(root.bundles),
+        str(vmem >> 10),
+        str(spills),
+        f"{facts['copies'] / 2**20:.0f} MiB",
+    )
+
+
+def _profile(folder: Path, kernel: str) -> tuple[int, int]:
+    """VMEM bytes of a kernel and its vector spills."""
+    vmem = spills = 0
+    for path in folder.rglob("*hlo-static-bundle-profile.txt"):
+        for block in path.read_text().split("HLO: ")[1:]:
+            found = re.search(r"VMEM_SPILL_COUNT: \((\d+)/", block)
+            if block.startswith(f"%{kernel}") and found:
+                spills = int(found[1])
+    for path in folder.rglob("*vmem_report.html"):
+        page = path.read_text()
+        start = page.find("{", page.find("const DATA"))
+        data, _ = json.JSONDecoder().raw_decode(page[start:])
+        for name, entry in data.get("hlo_breakdowns", {}).items():
+            if name.startswith(kernel):
+                vmem = int(entry.get("total_size", 0))
+    return vmem, spills
+
+
+if __name__ == "__main__":
+    main()

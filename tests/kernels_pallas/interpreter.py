@@ -1,0 +1,32 @@
+"""Runs a Pallas TPU kernel on the CPU in JAX's TPU interpreter, watching for races."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+
+@contextmanager
+def _interpreting() -> Iterator[None]:
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    try:
+        with pltpu.force_tpu_interpret_mode(params):
+            yield
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+
+
+def interpret(kernel: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a kernel in the interpreter: memory starts as NaN, DMAs run when waited for.
+
+    Raises:
+        AssertionError: Two accesses to the same memory, at least one a write, were not ordered.
+    """
+    with _interpreting():
+        result = jax.block_until_ready(kernel(*args, **options))
+        races = interpret_pallas_call.races
+        assert races is None or not races.races_found, "the kernel has a race"
+    return result

@@ -1,0 +1,68 @@
+"""`scatter_rows` in the TPU interpreter, against its reference, and that against itself by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.scatter_rows import kernel, kernel_reference, layout
+from tests.kernels_pallas.interpreter import interpret
+
+T = 96
+TEXT = [-1] * T
+MIXED = [-1, 5, 6, 7, *range(16, 32), 2, *range(40, 55), -1, 3, 3, *TEXT[39:64], *range(20, 52)]
+"""A run that starts off a multiple of 8, one on it, a row twice, a tile full of rows."""
+
+
+def case(row_T: list[int], width: int, levels: int, dtype: type) -> tuple:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(len(row_T), width)), dtype)
+    rows = jnp.asarray(rng.normal(size=(56 * levels, width)), dtype)
+    arena = layout.pack_rows(rows).reshape(56, levels, layout.SUBLANES, -1)
+    return x, arena, jnp.asarray(row_T, jnp.int32)
+
+
+def check(row_T: list[int], *, width: int = 512, levels: int = 1, dtype=jnp.float32, **options):
+    x, arena, row = case(row_T, width, levels, dtype)
+    got = interpret(kernel.scatter_rows, x, arena, kernel.plan_rows(row), **options)
+    wanted = kernel_reference.scatter_rows(x, arena, row, **options)
+    np.testing.assert_array_equal(got.astype(jnp.float32), wanted.astype(jnp.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_runs_single_rows_and_text_mix(dtype):
+    check(MIXED, dtype=dtype)
+
+
+@pytest.mark.slow
+def test_deepstack_adds_its_level_to_the_vision_tokens():
+    check(MIXED, width=384, levels=3, dtype=jnp.bfloat16, level=2, add=True)
+
+
+@pytest.mark.slow
+def test_a_step_of_text_moves_nothing():
+    check(TEXT)
+
+
+@pytest.mark.slow
+def test_a_step_of_vision_rows_takes_them_all():
+    check(list(range(24, 56)), width=640)
+
+
+def test_the_reference_takes_the_row_that_the_token_names():
+    # Two tokens, the second names row 1 of two: [1, 1, …] stays, [2, 2, …] becomes [20, 20, …].
+    x = jnp.array([[1.0], [2.0]]) * jnp.ones((2, 128))
+    arena = layout.pack_rows(jnp.array([[10.0], [20.0]]) * jnp.ones((2, 128)))[:, None]
+    row = jnp.array([-1, 1])
+    put = kernel_reference.scatter_rows(x, arena, row)
+    added = kernel_reference.scatter_rows(x, arena, row, add=True)
+    np.testing.assert_array_equal(put[:, 5], [1.0, 20.0])
+    np.testing.assert_array_equal(added[:, 5], [1.0, 22.0])
+
+
+def test_shapes_that_cannot_work_are_refused():
+    x, arena, row = case(TEXT, 512, 1, jnp.float32)
+    with pytest.raises(ValueError, match="level 1"):
+        kernel.scatter_rows(x, arena, kernel.plan_rows(row), level=1)
+    with pytest.raises(ValueError, match="multiple of 32"):
+        kernel.plan_rows(row[:40])

@@ -1,0 +1,107 @@
+"""Segment and window attention in the TPU interpreter, against dense attention."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.segment_attention import kernel, windows
+from tests.kernels_pallas.interpreter import interpret
+
+FLOAT32_TOLERANCE = 2e-5
+"""Sums of up to 256 products in another order."""
+BFLOAT16_TOLERANCE = 2e-2
+"""Weights and outputs are rounded to 8 bits; outputs are below 4."""
+
+
+def dense(q_HNC: jax.Array, k_HNC: jax.Array, v_HNC: jax.Array, id_N: jax.Array) -> jax.Array:
+    """Softmax over the whole lane, hidden where segments differ; zeros for padding."""
+    q, k, v = (x.astype(jnp.float32) for x in (q_HNC, k_HNC, v_HNC))
+    same_NN = (id_N[:, None] == id_N) & (id_N[:, None] >= 0)
+    score = jnp.where(same_NN, jnp.einsum("hnc,hmc->hnm", q, k) * q.shape[-1] ** -0.5, -jnp.inf)
+    weight = jnp.where(same_NN, jax.nn.softmax(score, axis=-1), 0.0)
+    return jnp.einsum("hnm,hmc->hnc", weight, v)
+
+
+def heads(num: int, patches: int, channels: int, dtype: type = jnp.float32) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=(num, patches, channels)), dtype) for _ in range(3)]
+
+
+def check_segments(
+    id_N: np.ndarray, *, channels: int = 16, block: int = 128, dtype: type = jnp.float32
+) -> None:
+    q, k, v = heads(2, len(id_N), channels, dtype)
+    ids = jnp.asarray(id_N, jnp.int32)
+    plan = kernel.plan_segments(ids, tile=128, block=block)
+    scaled = (q.astype(jnp.float32) * kernel.query_scale(channels)).astype(dtype)
+    got = interpret(kernel.segment_attention, scaled, k, v, plan, tile=128, block=block)
+    tolerance = FLOAT32_TOLERANCE if dtype == jnp.float32 else BFLOAT16_TOLERANCE
+    wanted = dense(q, k, v, ids)
+    np.testing.assert_allclose(got.astype(jnp.float32), wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("block", [128, 256])
+def test_images_of_one_patch_and_over_several_blocks(block):
+    # One patch; 255 patches over two blocks; 100 up to inside the third; padding; one image more
+    # behind a whole block of padding.
+    sizes = [(0, 1), (1, 255), (2, 100), (-1, 156), (3, 256)]
+    id_N = np.concatenate([np.full(size, i) for i, size in sizes])
+    check_segments(id_N, block=block)
+
+
+@pytest.mark.parametrize("channels", [64, 72, 80])
+def test_channels_of_the_encoders_in_bfloat16(channels):
+    id_N = np.repeat([0, 1], [200, 56])
+    check_segments(id_N, channels=channels, dtype=jnp.bfloat16)
+
+
+def test_images_that_fill_blocks_are_visited_once_each_and_unmasked():
+    plan = kernel.plan_segments(jnp.repeat(jnp.arange(4), 128), tile=128, block=128)
+    assert plan.num_visits == 4
+    np.testing.assert_array_equal(plan.tile_V[:4], plan.block_V[:4])
+    np.testing.assert_array_equal(plan.seen_V[:4], 2)
+
+
+def test_a_lane_of_padding_has_one_empty_visit_a_tile():
+    plan = kernel.plan_segments(jnp.full(512, -1), tile=128, block=256)
+    assert plan.num_visits == 4
+    np.testing.assert_array_equal(plan.seen_V, 0)
+
+
+def test_sixteen_images_cost_about_a_sixteenth():
+    one = kernel.plan_segments(jnp.zeros(4096, jnp.int32), tile=256, block=512)
+    many = kernel.plan_segments(jnp.arange(4096) // 256, tile=256, block=512)
+    assert one.num_visits == 128
+    assert many.num_visits == 16
+    assert set(many.seen_V.tolist()) == {3, 4}  # half of a block each
+
+
+@pytest.mark.parametrize(
+    ("channels", "dtype"), [(80, jnp.float32), (64, jnp.bfloat16), (72, jnp.bfloat16)]
+)
+def test_ragged_windows_with_numbers_used_again(channels, dtype):
+    # Runs of 64: one full window; 40 and 24; 10, 20 and padding; padding between windows.
+    runs = [[(0, 64)], [(0, 40), (1, 24)], [(5, 10), (0, 20), (-1, 34)], [(1, 7), (-1, 50), (0, 7)]]
+    window_N = np.concatenate([np.full(size, w) for run in runs for w, size in run])
+    q, k, v = heads(2, 256, channels, dtype)
+    scaled = (q.astype(jnp.float32) * kernel.query_scale(channels)).astype(dtype)
+    flat = [x.swapaxes(0, 1).reshape(256, -1) for x in (scaled, k, v)]
+    got = interpret(
+        windows.window_attention, *flat, jnp.asarray(window_N, jnp.int32), channels=channels
+    )
+    ids = jnp.where(window_N < 0, -1, np.arange(256) // 64 * 256 + window_N)
+    wanted = dense(q, k, v, ids).swapaxes(0, 1)
+    tolerance = FLOAT32_TOLERANCE if dtype == jnp.float32 else BFLOAT16_TOLERANCE
+    real = window_N >= 0
+    got_NHC = got.reshape(wanted.shape).astype(jnp.float32)
+    np.testing.assert_allclose(got_NHC[real], wanted[real], atol=tolerance, rtol=tolerance)
+    assert np.isfinite(got_NHC).all()
+
+
+def test_lanes_that_cannot_be_cut_are_refused():
+    with pytest.raises(ValueError, match="cut 192 patches"):
+        kernel.plan_segments(jnp.zeros(192, jnp.int32), tile=64, block=64)
+    x = jnp.zeros((64, 32))
+    with pytest.raises(ValueError, match="64 patches"):
+        windows.window_attention(x, x, x, jnp.zeros(64, jnp.int32), channels=16)
