@@ -18,6 +18,7 @@ from PIL import Image
 from jaxmm.api import _gather, new_request_id
 from jaxmm.config import EngineConfig, load_config
 from jaxmm.engine import Engine
+from jaxmm.host.arena import RowKey
 from jaxmm.request import Request, Result, SamplingParams
 from tests.checkpoints import Family, checkpoint
 
@@ -153,3 +154,16 @@ def pages_left(on: Engine, num_pages: int) -> Iterator[None]:
         yield
     finally:
         on_loop(on, lambda: pool.release(held))
+
+
+@contextlib.contextmanager
+def rows_left(on: Engine, num_rows: int) -> Iterator[None]:
+    """Leave an idle engine so few rows, by leasing the others; enough for any one request."""
+    arena = on._parts.arena
+    on.flush_caches()
+    key = RowKey("held", b"", (1, 1, 1), arena.num_rows - num_rows)
+    held = on_loop(on, lambda: arena.reserve(key))
+    try:
+        yield
+    finally:
+        on_loop(on, lambda: arena.release(held))

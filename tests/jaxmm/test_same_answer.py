@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxmm.engine import Engine
@@ -17,6 +18,7 @@ from tests.engines import (
     picture,
     png,
     request,
+    rows_left,
     scheduling,
     solo,
     turn,
@@ -170,3 +172,27 @@ def test_two_completions_are_equal_when_greedy(family: Family) -> None:
     assert [c.token_ids for c in result.completions] == [cold(family).token_ids] * 3
     assert result.usage.prompt_tokens == cold(family).usage.prompt_tokens
     assert result.usage.completion_tokens == 3 * 16
+
+
+def random_question(rng: np.random.Generator) -> tuple[Any, list[bytes]]:
+    """Up to three pictures anywhere among words, from few enough that many are asked for twice."""
+    pictures = [WIDE, TALL, *SMALL_PICTURES]
+    images = [pictures[i] for i in rng.integers(0, len(pictures), rng.integers(0, 4))]
+    parts = ["<image>"] * len(images) + ["describe", "the left part", "and the house"]
+    return turn(*(parts[i] for i in rng.permutation(len(parts)))), images
+
+
+SMALL_PICTURES = [png(picture(28 * n, 84, n)) for n in (2, 3, 4, 5)]
+
+
+def test_everything_at_once(family: Family) -> None:
+    on, rng = engine(family), np.random.default_rng(17)
+    questions = [random_question(rng) for _ in range(40)]
+    expected = [solo(on, *question) for question in questions]
+    before = on.scheduler.counters.retracts
+    tight = {"max_step_tokens": 29, "reserve_tokens": 0}
+    with pages_left(on, 22), rows_left(on, 128), scheduling(on, **tight):
+        results = ask(on, *(request(*q, salt=str(i % 2)) for i, q in enumerate(questions)))
+    assert on.scheduler.counters.retracts > before
+    for result, alone in zip(results, expected, strict=True):
+        assert_same(result, alone)

@@ -13,7 +13,7 @@ from kernels_pallas.kv_update import kv_update
 NUM_PAGES, HEADS, PAGE_SIZE, CHANNELS, NUM_TOKENS = 5, 4, 4, 2, 12
 
 _portable = jax.jit(functools.partial(kv_update, implementation="portable"))
-_reference = functools.partial(kv_update, implementation="reference")
+_reference = jax.jit(functools.partial(kv_update, implementation="reference"))
 
 
 def test_reference_on_numbers_worked_out_by_hand() -> None:
