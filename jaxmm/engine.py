@@ -12,7 +12,6 @@ import itertools
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Sequence_
@@ -250,7 +249,6 @@ class Engine:
     def _answer(self, request: Request, prompt: Prompt, on_event: OnEvent) -> Answer:
         params = request.sampling
         self._parts.check_sampling(params)
-        arrival = time.monotonic()
         entropy = params.seed
         sequences = tuple(
             Sequence(
@@ -260,7 +258,6 @@ class Engine:
                 sampling=params,
                 salt=request.salt,
                 seed=_seed_words(entropy, i),
-                arrival=arrival,
             )
             for i in range(params.n)
         )

@@ -176,7 +176,10 @@ def describe(sizes: Sizes, packed: Callable[[int, int], int]) -> str:
     ]
     for width, height in _SAMPLE_IMAGES:
         used = packed(width, height)
-        rung = buckets.lane_patches(used)
         name = f"{width}x{height}"
+        if used > buckets.patches[-1]:
+            lines.append(f"{name:<11} {used:>7} refused: above the largest bucket")
+            continue
+        rung = buckets.lane_patches(used)
         lines.append(f"{name:<11} {used:>7} {rung:>7} {1 - used / rung:>8.1%}")
     return "\n".join(lines)

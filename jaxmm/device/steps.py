@@ -1,7 +1,7 @@
 """Every jit boundary of jaxmm: encode, language and prime step, and their executables. Traced.
 
 The steps are compiled ahead of time, one executable for each bucket, and called by bucket; a call
-can therefore never compile by accident. `Steps` keeps the executables and tells the ledger.
+can therefore never compile by accident. `Executables` keeps the executables and tells the ledger.
 """
 
 from collections.abc import Callable, Mapping

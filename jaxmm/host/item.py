@@ -1,6 +1,5 @@
 """One image, video or audio clip of a request, and the prompt it stands in. Host only."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -79,16 +78,3 @@ class Prompt:
     @property
     def num_tokens(self) -> int:
         return int(self.ids.shape[0])
-
-
-def rows_in_chunk(offsets: Sequence[Span], chunk: Span) -> int:
-    """Count the vision rows that one chunk needs.
-
-    Args:
-        offsets: Spans of one item, in tokens of the expanded prompt, ascending and disjoint.
-        chunk: Span of this step in the same prompt.
-
-    Returns:
-        Rows to read in this step; the counts of all chunks add up to the item's rows.
-    """
-    return sum(max(0, min(s.stop, chunk.stop) - max(s.start, chunk.start)) for s in offsets)

@@ -90,8 +90,6 @@ class Sequence:
     salt: str = ""
     seed: tuple[int, int] = (0, 0)
     """Two int32 words: the key of its random draws."""
-    arrival: float = 0.0
-    """Seconds, by the caller's clock; the order of service is the order of `Scheduler.add`."""
 
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None

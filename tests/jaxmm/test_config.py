@@ -117,6 +117,14 @@ def test_wrong_value_is_refused_with_the_setting_and_the_value(
         load_config(EngineConfig, None, {name: value})
 
 
+def test_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_config(EngineConfig, tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b"model = '\xe9'")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        load_config(EngineConfig, tmp_path / "latin.toml")
+
+
 def test_file_that_is_missing_or_no_toml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_config(EngineConfig, tmp_path / "none.toml")
