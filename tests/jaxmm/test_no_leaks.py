@@ -14,6 +14,7 @@ from jaxmm.engine import Engine
 from jaxmm.errors import JaxmmError
 from jaxmm.request import Delta
 from tests.engines import (
+    ask,
     engine,
     make_engine,
     on_loop,
@@ -126,6 +127,8 @@ class Caller:
 @pytest.mark.slow
 def test_thousand_random_requests_with_random_aborts_leave_nothing_behind() -> None:
     on, rng = engine("qwen2_vl"), np.random.default_rng(3)
+    list(on._prepare_pool.map(time.sleep, [0.1] * 4))  # pools start their threads when needed
+    ask(on, request(turn("<image>"), [PICTURES[0]]))
     on.flush_caches()
     before = quiet(on)
     pids = [w._process.pid for w in _workers(on)]
