@@ -23,6 +23,7 @@ from jaxmm.host.chat import ChatTokenizer
 from jaxmm.host.decode import Decoder
 from jaxmm.host.decode_pool import DecodePool
 from jaxmm.host.identity import check_vocabulary
+from jaxmm.host.item import Item
 from jaxmm.host.lanes import packed_patches
 from jaxmm.host.media import Limits
 from jaxmm.host.media_map import MediaMap
@@ -76,6 +77,10 @@ class Parts:
     runner: Runner
     ledger: CompileLedger
     padding: Padding
+
+    def packed_patches(self, item: Item) -> int:
+        """Patches that an item takes in an encode lane."""
+        return packed_patches(item.grid_thw, self.model.vision.window_patches)
 
     def check_ids(self, token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         """Prompt ids given by a caller, int64[T0].
