@@ -151,6 +151,9 @@ def build_parts(config: EngineConfig) -> Parts:
         processor,
         Limits(config.media.max_bytes, config.media.max_decode_pixels),
         config.media.workers,
+        timeout_seconds=config.media.timeout_seconds,
+        memory_bytes=config.media.worker_memory_bytes,
+        quarantine_seconds=config.media.quarantine_seconds,
     )
     media_map = MediaMap(config.media.map_entries)
     pool = PagePool(sizes.num_pages)
