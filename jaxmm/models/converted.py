@@ -1,5 +1,4 @@
-"""Checkpoints in Orbax's form: written once, restored by any number of hosts, each its part. Host
-only.
+"""Checkpoints in Orbax's form, restored by any number of hosts, each its part. Host only.
 
     OUT/config.json, tokenizer, processor …   as they were
     OUT/jaxmm.json                            what is in `weights`, written last

@@ -1,5 +1,4 @@
-"""A parameter as it stands in the files of a checkpoint: any block of it, and no byte beside. Host
-only."""
+"""A parameter in the files of a checkpoint: any block of it, and no byte beside. Host only."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
