@@ -101,6 +101,13 @@ class MediaConfig:
     """Items of one request."""
     workers: int = 0
     """Decoding processes; 0: one for each two cores, at least one."""
+    timeout_seconds: float = 30.0
+    """Time for decoding one picture; its process is then replaced."""
+    worker_memory_bytes: int = 0
+    """Memory that a decoding process may take for one picture; 0: 16 bytes for each pixel of
+    `max_decode_pixels`, and some for the rest."""
+    quarantine_seconds: float = 600.0
+    """Time for which a file is refused that ended its decoding process; 0: not at all."""
     map_entries: int = 4096
     """Files whose size and identity are remembered, so that a repeat is not decoded."""
 
@@ -108,9 +115,20 @@ class MediaConfig:
         for name in ("max_bytes", "max_decode_pixels", "max_items"):
             value = getattr(self, name)
             _require(value >= 1, f"media.{name}={value} is below 1")
-        for name in ("min_pixels", "max_pixels", "workers", "map_entries"):
+        for name in ("min_pixels", "max_pixels", "workers", "worker_memory_bytes", "map_entries"):
             value = getattr(self, name)
             _require(value >= 0, f"media.{name}={value} is negative; use 0 for the default")
+        _require(
+            self.worker_memory_bytes == 0 or self.worker_memory_bytes >= 64 << 20,
+            f"media.worker_memory_bytes={self.worker_memory_bytes} is below 64 MiB; use 0",
+        )
+        _require(
+            self.timeout_seconds > 0, f"media.timeout_seconds={self.timeout_seconds} is not above 0"
+        )
+        _require(
+            self.quarantine_seconds >= 0,
+            f"media.quarantine_seconds={self.quarantine_seconds} is negative; use 0",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from PIL import Image
 from jaxmm.errors import RequestError
 from jaxmm.host.identity import item_identity
 from jaxmm.host.item import Item, Modality
-from jaxmm.host.media import Limits, decode_image
+from jaxmm.host.media import Limits, decode_image, too_much_memory
 
 Grid = tuple[int, int, int]
 Allocate = Callable[[int, int], npt.NDArray[np.uint8]]
@@ -108,7 +108,10 @@ def process_image(
     """
     image = decode_image(source, limits)
     kwargs = {} if allocate is None else {"allocate": allocate}
-    features, grid = processor.patches(image, min_pixels, max_pixels, **kwargs)
+    try:
+        features, grid = processor.patches(image, min_pixels, max_pixels, **kwargs)
+    except MemoryError:
+        raise too_much_memory() from None
     features.flags.writeable = False
     return Processed(
         features=features,

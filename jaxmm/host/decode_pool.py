@@ -30,10 +30,11 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxmm import errors
-from jaxmm.errors import EngineStopped, MediaError
+from jaxmm.errors import EngineStopped, MediaError, Overloaded
 from jaxmm.host.decode import Processed, Processor, process_image
-from jaxmm.host.decode_worker import NO_MEMORY, Setup
+from jaxmm.host.decode_worker import NO_MEMORY, STATM, Setup
 from jaxmm.host.media import Limits, read_source
+from jaxmm.host.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,9 @@ class DecodePool:
         limits: Limits,
         workers: int = 0,
         *,
-        timeout_seconds: float = 60.0,
+        timeout_seconds: float = 30.0,
+        memory_bytes: int = 0,
+        quarantine_seconds: float = 600.0,
     ) -> None:
         """Start the workers.
 
@@ -64,9 +67,16 @@ class DecodePool:
             workers: Processes; 0: one for each two cores, at least one.
             timeout_seconds: A picture within the limits takes a second or two; a worker that takes
                 longer than this is replaced.
+            memory_bytes: What one worker may allocate for a picture; 0: room for the largest that
+                the limits let through.
+            quarantine_seconds: How long a file is refused that a worker ended or hung on.
         """
-        self._setup = Setup(processor=processor, limits=limits)
+        memory_bytes = memory_bytes or _enough_memory(processor, limits)
+        self._setup = Setup(processor=processor, limits=limits, memory_bytes=memory_bytes)
+        if not STATM.exists():
+            logger.warning("decoding processes have no memory limit on this system")
         self._timeout_seconds = timeout_seconds
+        self._quarantine = Quarantine(quarantine_seconds)
         self._count = workers or max(1, (os.cpu_count() or 1) // 2)
         self._lock = threading.Lock()
         self._closed = self._warned = False
@@ -88,8 +98,8 @@ class DecodePool:
         """Process a picture in a worker; one that is decoded already, in a thread.
 
         Returns:
-            A future that raises RequestError for a picture that cannot be used, and MediaError
-            when its worker died of it.
+            A future that raises RequestError for a picture that cannot be used, MediaError when
+            its worker died of it or did so lately, and Overloaded when no worker can be started.
 
         Raises:
             EngineStopped: The pool is closed.
@@ -127,6 +137,7 @@ class DecodePool:
         data = read_source(source, setup.limits)
         if not isinstance(data, bytes):  # decoded already, and resizing holds no GIL
             return process_image(data, setup.processor, setup.limits, min_pixels, max_pixels)
+        self._quarantine.check(data)
         worker = self._idle.get()
         try:
             if not worker.is_alive:
@@ -142,6 +153,7 @@ class DecodePool:
             raise MediaError("the picture's requests were aborted") from None
         except (EOFError, OSError) as error:
             how = "took too long" if isinstance(error, TimeoutError) else "ended unexpectedly"
+            self._quarantine.add(data)
             worker = self._replace(worker)
             raise MediaError(f"the picture could not be decoded: its process {how}") from None
         finally:
@@ -149,7 +161,11 @@ class DecodePool:
 
     def _replace(self, worker: "_Worker") -> "_Worker":
         logger.warning("decode worker replaced exit_status=%d", worker.kill())
-        return self._start()
+        try:
+            return self._start()
+        except OSError as error:
+            reason = f"no decoding process can be started: {error.strerror}"
+            raise Overloaded(f"{reason}. Send the request again later.") from error
 
     def _start(self) -> "_Worker":
         worker = _Worker(self._setup)
@@ -253,6 +269,12 @@ class _Worker:
             self._connection.recv_bytes_into(features.data.cast("B"))
         features.flags.writeable = False
         return features
+
+
+def _enough_memory(processor: Processor, limits: Limits) -> int:
+    """Bytes for the largest picture allowed, as four copies with transparency, and its patches."""
+    patches = processor.max_patches * processor.num_values
+    return 16 * limits.max_decode_pixels + 4 * patches + (256 << 20)
 
 
 def _segment(num_bytes: int) -> int:

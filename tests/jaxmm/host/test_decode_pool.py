@@ -161,6 +161,41 @@ def list_idle(pool: DecodePool) -> list[Any]:
     return workers
 
 
+def test_file_that_ended_a_worker_is_refused_before_it_ends_another(
+    stopping_pool: DecodePool,
+) -> None:
+    with pytest.raises(MediaError, match="ended unexpectedly"):
+        stopping_pool.submit(DATA / "size_1x1.png").result()
+    processes = children()
+    for source in (DATA / "size_1x1.png", (DATA / "size_1x1.png").read_bytes()):
+        with pytest.raises(MediaError, match="refused for 600 more seconds"):
+            stopping_pool.submit(source).result()
+    assert children() == processes
+    assert stopping_pool.submit(DATA / "red.png").result().num_rows == 16
+
+
+def test_picture_beyond_the_memory_limit_is_too_large_and_its_worker_goes_on() -> None:
+    file = io.BytesIO()
+    Image.new("RGBA", (5000, 4000), (9, 8, 7, 6)).save(file, "PNG", compress_level=1)
+    before = children()
+    pool = DecodePool(PROCESSOR, Limits(1 << 20, 20_000_000), workers=1, memory_bytes=64 << 20)
+    processes = children() - before
+    with pytest.raises(MediaTooLarge, match=r"media\.worker_memory_bytes"):
+        pool.submit(file.getvalue()).result()
+    assert pool.submit(DATA / "red.png").result().num_rows == 16
+    assert children() - before == processes
+    pool.close()
+
+
+def test_default_memory_limit_holds_the_largest_picture_of_the_most_expensive_mode() -> None:
+    """Transparency needs most: the picture, white, their mixture, and that as RGB."""
+    file = io.BytesIO()
+    Image.new("RGBA", (5000, 4000), (9, 8, 7, 6)).save(file, "PNG", compress_level=1)
+    pool = DecodePool(PROCESSOR, Limits(1 << 20, 20_000_000), workers=1)
+    assert pool.submit(file.getvalue()).result().num_rows > 1000
+    pool.close()
+
+
 def test_worker_killed_while_idle_costs_no_request() -> None:
     before = children()
     pool = DecodePool(PROCESSOR, LIMITS, workers=1)
