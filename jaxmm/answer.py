@@ -1,5 +1,6 @@
 """What a request in progress has produced, and how it is told to the caller. Host only."""
 
+import logging
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
@@ -9,8 +10,20 @@ from jaxmm.host.detokenize import Detokenizer
 from jaxmm.host.sequence import Sequence
 from jaxmm.request import Delta, FinishReason, Request, TokenLogprob, Usage
 
+logger = logging.getLogger(__name__)
+
 OnEvent = Callable[[Delta | JaxmmError], None]
 """Called on the engine's thread; must not block. An error ends the request."""
+
+
+def tell(request: Request, on_event: OnEvent, event: Delta | JaxmmError) -> bool:
+    """Pass an event on; False: the listener failed, and its request must end."""
+    try:
+        on_event(event)
+    except Exception:
+        logger.exception("listener failed request=%s", request.id)
+        return False
+    return True
 
 
 @dataclass(slots=True)

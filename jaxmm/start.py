@@ -23,6 +23,7 @@ from jaxmm.host.chat import ChatTokenizer
 from jaxmm.host.decode import Decoder
 from jaxmm.host.decode_pool import DecodePool
 from jaxmm.host.identity import check_vocabulary
+from jaxmm.host.item import Item
 from jaxmm.host.lanes import packed_patches
 from jaxmm.host.media import Limits
 from jaxmm.host.media_map import MediaMap
@@ -30,7 +31,8 @@ from jaxmm.host.page_pool import PagePool
 from jaxmm.host.prefix_cache import PrefixCache
 from jaxmm.host.prepare import Preparer
 from jaxmm.host.scheduler import Scheduler
-from jaxmm.models import family_module, read_config
+from jaxmm.models import family_module, has_module, read_config
+from jaxmm.models.auto_processor import AutoImageProcessor
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.loading import load_params
 from jaxmm.request import SamplingParams
@@ -76,6 +78,10 @@ class Parts:
     runner: Runner
     ledger: CompileLedger
     padding: Padding
+
+    def packed_patches(self, item: Item) -> int:
+        """Patches that an item takes in an encode lane."""
+        return packed_patches(item.grid_thw, self.model.vision.window_patches)
 
     def check_ids(self, token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         """Prompt ids given by a caller, int64[T0].
@@ -216,16 +222,25 @@ def describe_buckets(config: EngineConfig) -> str:
 
 
 def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
-    processor = family_module(model.family, "processor").ImageProcessor.from_checkpoint(
-        directory,
-        min_pixels=config.media.min_pixels,
-        max_pixels=config.media.max_pixels,
-    )
-    if config.media.max_pixels or jax.default_backend() != "cpu":
+    processor = _load_processor(config, model, directory)
+    # a family whose pictures all have one size has no limits to lower
+    if config.media.max_pixels or jax.default_backend() != "cpu" or not processor.max_pixels:
         return processor
     max_pixels = min(processor.max_pixels, CPU_MAX_PIXELS)
     return dataclasses.replace(
         processor, max_pixels=max_pixels, min_pixels=min(processor.min_pixels, max_pixels)
+    )
+
+
+def _load_processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
+    """The family's own, or transformers' for a family that has none."""
+    limits = {"min_pixels": config.media.min_pixels, "max_pixels": config.media.max_pixels}
+    if has_module(model.family, "processor"):
+        own = family_module(model.family, "processor").ImageProcessor
+        return own.from_checkpoint(directory, **limits)
+    vision = model.vision
+    return AutoImageProcessor.from_checkpoint(
+        directory, patch_size=vision.patch_size, merge_size=vision.merge_size, **limits
     )
 
 

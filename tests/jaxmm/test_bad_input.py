@@ -95,7 +95,7 @@ def test_file_that_changes_while_its_request_waits(on: Engine, tmp_path: Path) -
     heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with held_up(on):  # prepared, and known without decoding
         on.submit(request(turn("second", "<image>"), [path]), heard.put)
-        while on._inbox.empty():
+        while on._loop._inbox.empty():
             time.sleep(0.001)
         path.write_bytes(png(picture(112, 112, 42)))
     error = heard.get(timeout=60)
@@ -107,10 +107,10 @@ def test_file_that_changes_while_its_request_waits(on: Engine, tmp_path: Path) -
 def held_up(on: Engine) -> Iterator[None]:
     """Let an idle engine's thread do nothing meanwhile."""
     gate, reached = threading.Event(), threading.Event()
-    on._inbox.put(reached.set)
-    on._inbox.put(gate.wait)
+    on._loop.post(reached.set)
+    on._loop.post(gate.wait)
     reached.wait(60)
-    while not on._inbox.empty():
+    while not on._loop._inbox.empty():
         time.sleep(0.001)
     try:
         yield
@@ -324,7 +324,7 @@ def test_id_is_free_again_when_its_answer_is_complete(on: Engine) -> None:
 
 def test_pictures_of_requests_aborted_in_the_queue_are_not_decoded(on: Engine) -> None:
     go, media_map = threading.Event(), on._parts.media_map
-    busy = [on._prepare_pool.submit(go.wait) for _ in range(4)]
+    busy = [on._intake._threads.submit(go.wait) for _ in range(4)]
     before = media_map.num_misses
     for i in range(10):
         asked = request(ASK, [png(picture(60 + i, 60, i))])
@@ -415,13 +415,13 @@ def test_loop_that_fails_tells_everybody_and_refuses_what_comes_later() -> None:
         for one in many:
             mine.submit(one, heard.put)
         started = threading.Event()
-        mine._inbox.put(started.set)
+        mine._loop.post(started.set)
         started.wait(30)
 
         def fault() -> None:
             raise MemoryError("out of memory")
 
-        mine._inbox.put(fault)
+        mine._loop.post(fault)
         told = 0
         while told < len(many):
             told += isinstance(heard.get(timeout=30), EngineStopped)

@@ -13,9 +13,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from jaxmm.errors import ModelError
-from jaxmm.models import FAMILIES, family_module, read_config
+from jaxmm.models import family_module, read_config
 from jaxmm.models.loading import ParameterPath, load_params
-from tests.checkpoints import Family, checkpoint
+from tests.checkpoints import FAMILIES, Family, checkpoint
 
 
 def keep(path: ParameterPath, value: np.ndarray) -> np.ndarray:
