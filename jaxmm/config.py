@@ -139,6 +139,10 @@ class EngineConfig:
     """Directory of a Hugging Face checkpoint; empty: the small model that jaxmm ships."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and KV; auto: float32 on CPU, bfloat16 elsewhere."""
+    kernels: Literal["auto", "pallas", "portable"] = "auto"
+    """Implementation of attention and row moves; auto: Pallas on TPUs, portable elsewhere."""
+    tensor_parallel: int = 1
+    """Chips that the language model is split over; it must divide the KV heads."""
     max_model_len: int = 0
     """Tokens of prompt and output together; 0: the checkpoint's limit, at most 32768."""
     max_running: int = 0
@@ -159,6 +163,7 @@ class EngineConfig:
     media: MediaConfig = field(default_factory=MediaConfig)
 
     def __post_init__(self) -> None:
+        _require(self.tensor_parallel >= 1, f"tensor_parallel={self.tensor_parallel} is below 1")
         _require(self.max_model_len >= 0, f"max_model_len={self.max_model_len} is negative; use 0")
         _require(self.max_running >= 0, f"max_running={self.max_running} is negative; use 0")
         _require(self.max_waiting >= 1, f"max_waiting={self.max_waiting} is below 1")
