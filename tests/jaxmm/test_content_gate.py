@@ -29,7 +29,9 @@ Case = dict[str, Any]
 
 def published() -> tuple[list[Case], float]:
     """The cases on pictures (not those on clips), and the share of right answers among them."""
-    cases = [c for c in json.loads((CONTENT / "cases.json").read_text())["cases"] if "pictures" in c]
+    cases = [
+        c for c in json.loads((CONTENT / "cases.json").read_text())["cases"] if "pictures" in c
+    ]
     return cases, sum(c["right"] for c in cases) / len(cases)
 
 
