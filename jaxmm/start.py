@@ -23,6 +23,7 @@ from jaxmm.host.arena import Arena
 from jaxmm.host.chat import ChatTokenizer
 from jaxmm.host.decode import Decoder
 from jaxmm.host.decode_pool import DecodePool
+from jaxmm.host.decodes import Decodes
 from jaxmm.host.identity import check_vocabulary
 from jaxmm.host.item import Item
 from jaxmm.host.lanes import packed_patches
@@ -76,6 +77,7 @@ class Parts:
     eos_ids: tuple[int, ...]
     decoder: Decoder
     media_map: MediaMap
+    decodes: Decodes
     preparer: Preparer
     pool: PagePool
     prefix_cache: PrefixCache
@@ -168,6 +170,7 @@ def build_parts(config: EngineConfig) -> Parts:
         quarantine_seconds=config.media.quarantine_seconds,
     )
     media_map = MediaMap(config.media.map_entries)
+    decodes = Decodes(decoder, media_map)
     pool = PagePool(sizes.num_pages)
     prefix_cache = PrefixCache(pool, sizes.page_size, enabled=config.pages.prefix_cache)
     arena = Arena(sizes.num_rows, config.arena.page_rows)
@@ -188,7 +191,8 @@ def build_parts(config: EngineConfig) -> Parts:
         eos_ids=model.eos_token_ids,
         decoder=decoder,
         media_map=media_map,
-        preparer=Preparer(processor, decoder, media_map, config.media, model.image_token_id),
+        decodes=decodes,
+        preparer=Preparer(processor, decodes, config.media, model.image_token_id),
         pool=pool,
         prefix_cache=prefix_cache,
         arena=arena,
