@@ -183,6 +183,10 @@ class EngineConfig:
     """Directory of a Hugging Face checkpoint; empty: the small model that jaxmm ships."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and KV; auto: float32 on CPU, bfloat16 elsewhere."""
+    kernels: Literal["auto", "pallas", "portable"] = "auto"
+    """Implementation of attention and row moves; auto: Pallas on TPUs, portable elsewhere."""
+    tensor_parallel: int = 1
+    """Chips that the language model is split over; it must divide the KV heads."""
     max_model_len: int = 0
     """Tokens of prompt and output together; 0: the checkpoint's limit, at most 32768."""
     max_running: int = 0
@@ -206,6 +210,7 @@ class EngineConfig:
         _check(
             self,
             "",
+            tensor_parallel=(1, 1024),
             max_model_len=(2, 1 << 24),
             max_running=(1, 4096),
             max_waiting=(1, 1 << 20),

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxmm.config import EngineConfig
 from jaxmm.errors import ConfigError
@@ -17,6 +18,8 @@ _CPU_KV_BYTES = 2 << 30
 _CPU_KV_TOKENS = 131072
 _MAX_LANE_PATCHES = 1 << 20
 _COUNT_BYTES = 4  # of each token id in a running request's output, for penalties
+_PALLAS_TOKENS = 32  # steps are multiples of it; what a smaller one would save is nothing
+_PALLAS_PATCHES = 256  # queries of a tile of the encoder's attention
 _ROW_GROUP = 16  # sampled rows go through the head in groups of sixteen
 
 
@@ -60,6 +63,7 @@ def settle_sizes(
     platform: str,
     memory_bytes: int,
     itemsize: int,
+    kernels: Literal["portable", "pallas"] = "portable",
 ) -> Sizes:
     """Fill in the sizes left at 0.
 
@@ -70,6 +74,7 @@ def settle_sizes(
         platform: JAX's name of the device kind.
         memory_bytes: Memory of one device.
         itemsize: Bytes of one weight or KV value.
+        kernels: The implementation of the ops; "pallas" has sizes of its own.
 
     Raises:
         ConfigError: Settings that exceed the memory or the model, or contradict each other.
@@ -78,11 +83,18 @@ def settle_sizes(
     page_size = config.pages.page_size or (64 if on_cpu else 128)
     max_running = round_up(config.max_running or (32 if on_cpu else 128), _ROW_GROUP)
     wanted_tokens = max(config.buckets.max_step_tokens or (512 if on_cpu else 2048), max_running)
+    pallas = kernels == "pallas"
     wanted_patches = _lane_patches(config, model, max_patches)
     _check_lowest("min_step_tokens", config.buckets.min_step_tokens, wanted_tokens)
     _check_lowest("min_lane_patches", config.buckets.min_lane_patches, wanted_patches)
-    tokens = token_rungs(config.buckets.min_step_tokens, wanted_tokens, dense=on_cpu)
-    patches = patch_rungs(config.buckets.min_lane_patches or 256, wanted_patches, dense=on_cpu)
+    low = max(config.buckets.min_step_tokens, _PALLAS_TOKENS if pallas else 1)
+    tokens = token_rungs(low, wanted_tokens, dense=on_cpu)
+    patches = patch_rungs(
+        config.buckets.min_lane_patches or 256,
+        wanted_patches,
+        dense=on_cpu,
+        align=_PALLAS_PATCHES if pallas else 64,
+    )
     _check_model_len(config, model)
     max_model_len = config.max_model_len or min(model.max_position, _MAX_MODEL_LEN)
     num_rows = config.arena.num_rows or max(16384, patches[-1])
@@ -103,7 +115,7 @@ def settle_sizes(
         max_lane_patches=patches[-1],
         buckets=Buckets(tokens=tokens, patches=patches),
     )
-    _check_memory(sizes, model, memory_bytes, itemsize)
+    _check_memory(sizes, model, memory_bytes * config.tensor_parallel, itemsize)
     return sizes
 
 
@@ -178,7 +190,7 @@ def _check_memory(sizes: Sizes, model: ModelConfig, memory_bytes: int, itemsize:
         largest = max(parts, key=lambda name: parts[name])
         remedy = "use a smaller model" if largest == "weights" else f"lower {largest}"
         raise ConfigError(
-            f"the device has {memory_bytes >> 20} MiB and the settings ask for more: {listed}; "
+            f"the devices have {memory_bytes >> 20} MiB and the settings ask for more: {listed}; "
             f"{remedy}"
         )
 
@@ -221,7 +233,7 @@ def describe(sizes: Sizes, packed: Callable[[int, int], int]) -> str:
     lines = [
         f"step tokens   {' '.join(map(str, buckets.tokens))}",
         f"lane patches  {' '.join(map(str, buckets.patches))}",
-        f"executables   {buckets.num_executables} (one a rung, and one for penalties)",
+        f"executables   {buckets.num_executables} (one a rung, for penalties, for given rows)",
         f"pages         {sizes.num_pages} of {sizes.page_size} tokens",
         f"arena         {sizes.num_rows} rows",
         "",

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxmm.config import EngineConfig
+from jaxmm.device.backend import Backend, check_sizes, settle_backend
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.runner import Runner
 from jaxmm.errors import ModelError, RequestError, SamplingError
@@ -23,6 +24,7 @@ from jaxmm.host.chat import ChatTokenizer
 from jaxmm.host.decode import Decoder
 from jaxmm.host.decode_pool import DecodePool
 from jaxmm.host.decodes import Decodes
+from jaxmm.host.embedded import RowForm
 from jaxmm.host.identity import check_vocabulary
 from jaxmm.host.item import Item
 from jaxmm.host.lanes import packed_patches
@@ -137,15 +139,21 @@ def build_parts(config: EngineConfig) -> Parts:
     check_vocabulary(model.text.vocab_size)
     dtype = _dtype(config)
     processor = _processor(config, model, directory)
-    sizes = _sizes(config, model, processor)
+    backend = settle_backend(config.kernels, config.tensor_parallel, model, dtype)
+    sizes = _sizes(config, model, processor, backend)
     ledger = CompileLedger(config.on_recompile)
     with ThreadPoolExecutor(2, thread_name_prefix="jaxmm-load") as threads:
         # the executables need neither weights nor tokenizer: all three at once
-        weights = threads.submit(_load_weights, config, model, directory, dtype)
-        words = threads.submit(_load_tokenizer, model, directory)
         runner = Runner(
-            model, sizes, dtype, ledger=ledger, compile_cache_dir=config.compile_cache_dir
+            model,
+            sizes,
+            dtype,
+            backend=backend,
+            ledger=ledger,
+            compile_cache_dir=config.compile_cache_dir,
         )
+        weights = threads.submit(_load_weights, config, model, directory, dtype, runner)
+        words = threads.submit(_load_tokenizer, model, directory)
         runner.warm_up(progress=config.progress)
         tokenizer = words.result()
         runner.place(weights.result())
@@ -180,7 +188,13 @@ def build_parts(config: EngineConfig) -> Parts:
         decoder=decoder,
         media_map=media_map,
         decodes=decodes,
-        preparer=Preparer(processor, decodes, config.media, model.image_token_id),
+        preparer=Preparer(
+            processor,
+            decodes,
+            config.media,
+            model.image_token_id,
+            RowForm(model.text.width, model.vision.merge_size),
+        ),
         pool=pool,
         prefix_cache=prefix_cache,
         arena=arena,
@@ -191,15 +205,10 @@ def build_parts(config: EngineConfig) -> Parts:
     )
 
 
-def _load_weights(config: EngineConfig, model: ModelConfig, directory: Path, dtype: Any) -> Any:
-    device = jax.devices()[0]
-    return load_params(
-        directory,
-        model,
-        dtype,
-        lambda _, value: jax.device_put(value, device),
-        progress=config.progress,
-    )
+def _load_weights(
+    config: EngineConfig, model: ModelConfig, directory: Path, dtype: Any, runner: Runner
+) -> Any:
+    return load_params(directory, model, dtype, runner.put_param, progress=config.progress)
 
 
 def _load_tokenizer(model: ModelConfig, directory: Path) -> ChatTokenizer:
@@ -222,7 +231,8 @@ def describe_buckets(config: EngineConfig) -> str:
     def packed(width: int, height: int) -> int:
         return packed_patches(processor.grid(height, width), model.vision.window_patches)
 
-    return describe(_sizes(config, model, processor), packed)
+    backend = settle_backend(config.kernels, config.tensor_parallel, model, _dtype(config))
+    return describe(_sizes(config, model, processor, backend), packed)
 
 
 def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
@@ -248,15 +258,19 @@ def _load_processor(config: EngineConfig, model: ModelConfig, directory: Path) -
     )
 
 
-def _sizes(config: EngineConfig, model: ModelConfig, processor: Any) -> Sizes:
-    return settle_sizes(
+def _sizes(config: EngineConfig, model: ModelConfig, processor: Any, backend: Backend) -> Sizes:
+    dtype = np.dtype(_dtype(config))
+    sizes = settle_sizes(
         config,
         model,
         processor.max_patches,
         platform=jax.default_backend(),
         memory_bytes=device_memory_bytes(),
-        itemsize=np.dtype(_dtype(config)).itemsize,
+        itemsize=dtype.itemsize,
+        kernels=backend.kernels,
     )
+    check_sizes(backend, sizes.page_size, sizes.max_running, sizes.num_table_pages, dtype)
+    return sizes
 
 
 def default_model() -> Path:
