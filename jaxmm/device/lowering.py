@@ -29,6 +29,8 @@ from kernels_pallas.scatter_rows import row_shape
 
 PRIME_IDS = 1024
 """Ids of a request's history that one prime step takes."""
+UPLOAD_ROWS = 256
+"""Rows that one upload step takes: a piece is 1 to 4 MB, and filler costs no more than that."""
 
 
 class Lowering:
@@ -46,6 +48,7 @@ class Lowering:
             backend: Implementation of the ops, and the chips.
         """
         self._vision = model.vision
+        self._width = model.text.width
         self._sizes = sizes
         self._backend = backend
         self.params: steps.Params = param_shapes(
@@ -79,7 +82,7 @@ class Lowering:
 
     def all_steps(self) -> dict[Key, Lower]:
         """For each step and bucket, the function that lowers it."""
-        lowers: dict[Key, Lower] = {("prime", 0): self.prime}
+        lowers: dict[Key, Lower] = {("prime", 0): self.prime, ("upload", 0): self.upload}
         for rung in self._sizes.buckets.tokens:
             lowers["language", rung] = partial(self.language, rung)
         for rung in self._sizes.buckets.patches:
@@ -112,6 +115,15 @@ class Lowering:
         )
         return steps.encode_step.lower(
             self._encoder, self._backend, self.params["vision"], self.arena, lane
+        )
+
+    def upload(self) -> jax.stages.Lowered:
+        """Lower the upload step."""
+        return steps.upload_step.lower(
+            self._backend,
+            self.arena,
+            self._shape(UPLOAD_ROWS, self._width, dtype=jnp.float32),
+            self._shape(UPLOAD_ROWS),
         )
 
     def prime(self) -> jax.stages.Lowered:

@@ -6,20 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxmm.device import steps
 from jaxmm.device.backend import Backend
 from jaxmm.device.executables import Executables
 from jaxmm.device.ledger import CompileLedger
-from jaxmm.device.lowering import PRIME_IDS, Lowering
+from jaxmm.device.lowering import PRIME_IDS, UPLOAD_ROWS, Lowering
 from jaxmm.device.sampling import Sampled
 from jaxmm.device.sharding import WHOLE, param_spec
 from jaxmm.host.batch import StepBatch, StepLayout
 from jaxmm.host.lanes import EncodeBatch
 from jaxmm.models.config import ModelConfig
-from jaxmm.models.loading import ParameterPath
+from jaxmm.models.stored import Block, ParameterPath, Stored
 from jaxmm.request import MAX_LOGIT_BIAS
 from jaxmm.sizes import Sizes
 
@@ -51,6 +51,7 @@ class Runner:
             compile_cache_dir: Where executables are kept between starts.
         """
         self._lowering = Lowering(model, sizes, dtype, backend)
+        self._sizes = sizes
         self._backend = backend
         self._params: steps.Params = {}
         self._kv_pages = jax.tree.map(_zeros, self._lowering.kv_pages)
@@ -67,9 +68,23 @@ class Runner:
         """Take the weights, `{"vision": …, "text": …}` as `load_params` gives them."""
         self._params = params
 
-    def put_param(self, path: ParameterPath, value: npt.NDArray[Any]) -> jax.Array:
-        """Send one parameter to the device, each chip its part."""
-        return self._put(value, param_spec(path))
+    def place_param(self, stored: Stored) -> jax.Array:
+        """Send one parameter to the device, each chip its part; only parts of chips here are read.
+
+        A part that several chips hold is read once.
+        """
+        sharding = self.param_sharding(stored.path)
+        if sharding is None:
+            return jax.device_put(stored.read())
+        parts: dict[str, npt.NDArray[Any]] = {}
+
+        def part(block: Block | None) -> npt.NDArray[Any]:
+            key = str(block)
+            if key not in parts:
+                parts[key] = stored.read(block)
+            return parts[key]
+
+        return jax.make_array_from_callback(stored.shape, sharding, part)
 
     def warm_up(self, *, progress: bool) -> None:
         """Make the executable of every bucket; needs no weights."""
@@ -92,6 +107,18 @@ class Runner:
         run = self._executables["encode", lane.patches.shape[0]]
         arrays = (lane.patches, lane.coords, lane.segment, lane.window, lane.slots)
         self._arena = run(self._params["vision"], self._arena, steps.Lane(*self._put(arrays)))
+
+    def upload(self, rows: npt.NDArray[np.float32], slots: npt.NDArray[np.int32]) -> None:
+        """Put rows that a caller gave, float32[M, D], into the arena's slots, however many."""
+        run = self._executables["upload", 0]
+        for start in range(0, len(rows), UPLOAD_ROWS):
+            here = slice(start, start + UPLOAD_ROWS)
+            part = rows[here]
+            padded = np.zeros((UPLOAD_ROWS, rows.shape[1]), np.float32)
+            padded[: len(part)] = part
+            where = np.full(UPLOAD_ROWS, self._sizes.num_rows, np.int32)  # filler: the last row
+            where[: len(part)] = slots[here]
+            self._arena = run(self._arena, *self._put((padded, where)))
 
     def step(self, batch: StepBatch) -> Sampled:
         """Run a language step; the rows asked for come back in order, those after are filler."""
@@ -139,6 +166,10 @@ class Runner:
 
     def _put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
         return jax.device_put(tree, self._backend.sharding(spec))
+
+    def param_sharding(self, path: ParameterPath) -> NamedSharding | None:
+        """Where the parameter at a path lies; None: on the one device."""
+        return self._backend.sharding(param_spec(path))
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
