@@ -13,19 +13,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxmm.errors import JaxmmError
+from serving.admission import Admission
 from serving.completions import Completions
 from serving.config import ServerConfig
 from serving.engine import ServedEngine
-from serving.errors import UnknownModel, answer_for, error_body
+from serving.errors import UnknownModel, answer_for
 from serving.fetch import Fetcher
 from serving.protocol import ChatRequest
+from serving.refusals import refusal
 from serving.request_id import RequestIds
+from serving.tenants import Keys, read_keys
 
 logger = logging.getLogger(__name__)
 
 
 def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
     """Make the ASGI application around a running engine; the caller closes the engine."""
+    tenants = read_keys(config.api_keys, config.api_key_file)
     fetcher = Fetcher(
         config.fetch,
         max_bytes=config.engine.media.max_bytes,
@@ -41,6 +45,10 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
         await fetcher.aclose()
 
     app = FastAPI(title="jaxmm", lifespan=lifespan)
+    app.state.draining = False
+    # the last is the outermost: named, then let in by its key, then admitted
+    app.add_middleware(Admission, config=config)
+    app.add_middleware(Keys, tenants=tenants)
     app.add_middleware(RequestIds)
     app.add_exception_handler(JaxmmError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
@@ -69,15 +77,19 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
         healthy = engine.healthy
         return _json({"status": "ok" if healthy else "stopped"}, 200 if healthy else 503)
 
+    @app.get("/ready", response_model=None)
+    async def ready() -> Response:
+        """Say whether new requests should be sent here: 200 or 503."""
+        state = "stopped" if not engine.healthy else "draining" if app.state.draining else "ready"
+        return _json({"status": state}, 200 if state == "ready" else 503)
+
     return app
 
 
 async def _answer_error(http: Request, error: Exception) -> Response:
-    answer = answer_for(error)
-    headers = {"retry-after": "1"} if answer.status == 503 else None
-    if answer.status == 500:
+    if answer_for(error).status == 500:
         logger.error("internal error request=%s", http.state.request_id, exc_info=error)
-    return _json(error_body(error), answer.status, headers)
+    return refusal(error)
 
 
 async def _answer_http_error(http: Request, error: Exception) -> Response:
