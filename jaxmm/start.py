@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxmm.config import EngineConfig
+from jaxmm.device.backend import Backend, check_sizes, settle_backend
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.runner import Runner
 from jaxmm.errors import ModelError, RequestError, SamplingError
@@ -22,6 +23,8 @@ from jaxmm.host.arena import Arena
 from jaxmm.host.chat import ChatTokenizer
 from jaxmm.host.decode import Decoder
 from jaxmm.host.decode_pool import DecodePool
+from jaxmm.host.decodes import Decodes
+from jaxmm.host.embedded import RowForm
 from jaxmm.host.identity import check_vocabulary
 from jaxmm.host.item import Item
 from jaxmm.host.lanes import packed_patches
@@ -34,11 +37,16 @@ from jaxmm.host.scheduler import Scheduler
 from jaxmm.models import family_module, has_module, read_config
 from jaxmm.models.auto_processor import AutoImageProcessor
 from jaxmm.models.config import ModelConfig
-from jaxmm.models.loading import load_params
+from jaxmm.models.converted import is_converted, restore_params
+from jaxmm.models.loading import place_params
+from jaxmm.models.remote import fetch_small_files, is_remote
 from jaxmm.request import SamplingParams
 from jaxmm.sizes import CPU_MAX_PIXELS, Sizes, describe, host_memory_bytes, settle_sizes
 
 logger = logging.getLogger(__name__)
+
+_COPIES = Path("~/.cache/jaxmm/models")
+"""Small files of models at gs:// addresses."""
 
 
 @dataclass(slots=True)
@@ -70,6 +78,7 @@ class Parts:
     eos_ids: tuple[int, ...]
     decoder: Decoder
     media_map: MediaMap
+    decodes: Decodes
     preparer: Preparer
     pool: PagePool
     prefix_cache: PrefixCache
@@ -135,15 +144,21 @@ def build_parts(config: EngineConfig) -> Parts:
     check_vocabulary(model.text.vocab_size)
     dtype = _dtype(config)
     processor = _processor(config, model, directory)
-    sizes = _sizes(config, model, processor)
+    backend = settle_backend(config.kernels, config.tensor_parallel, model, dtype)
+    sizes = _sizes(config, model, processor, backend)
     ledger = CompileLedger(config.on_recompile)
     with ThreadPoolExecutor(2, thread_name_prefix="jaxmm-load") as threads:
         # the executables need neither weights nor tokenizer: all three at once
-        weights = threads.submit(_load_weights, config, model, directory, dtype)
-        words = threads.submit(_load_tokenizer, model, directory)
         runner = Runner(
-            model, sizes, dtype, ledger=ledger, compile_cache_dir=config.compile_cache_dir
+            model,
+            sizes,
+            dtype,
+            backend=backend,
+            ledger=ledger,
+            compile_cache_dir=config.compile_cache_dir,
         )
+        weights = threads.submit(_load_weights, config, model, directory, dtype, runner)
+        words = threads.submit(_load_tokenizer, model, directory)
         runner.warm_up(progress=config.progress)
         tokenizer = words.result()
         runner.place(weights.result())
@@ -156,6 +171,7 @@ def build_parts(config: EngineConfig) -> Parts:
         quarantine_seconds=config.media.quarantine_seconds,
     )
     media_map = MediaMap(config.media.map_entries)
+    decodes = Decodes(decoder, media_map)
     pool = PagePool(sizes.num_pages)
     prefix_cache = PrefixCache(pool, sizes.page_size, enabled=config.pages.prefix_cache)
     arena = Arena(sizes.num_rows, config.arena.page_rows)
@@ -176,7 +192,14 @@ def build_parts(config: EngineConfig) -> Parts:
         eos_ids=model.eos_token_ids,
         decoder=decoder,
         media_map=media_map,
-        preparer=Preparer(processor, decoder, media_map, config.media, model.image_token_id),
+        decodes=decodes,
+        preparer=Preparer(
+            processor,
+            decodes,
+            config.media,
+            model.image_token_id,
+            RowForm(model.text.width, model.vision.merge_size),
+        ),
         pool=pool,
         prefix_cache=prefix_cache,
         arena=arena,
@@ -187,15 +210,14 @@ def build_parts(config: EngineConfig) -> Parts:
     )
 
 
-def _load_weights(config: EngineConfig, model: ModelConfig, directory: Path, dtype: Any) -> Any:
-    device = jax.devices()[0]
-    return load_params(
-        directory,
-        model,
-        dtype,
-        lambda _, value: jax.device_put(value, device),
-        progress=config.progress,
-    )
+def _load_weights(
+    config: EngineConfig, model: ModelConfig, directory: Path, dtype: Any, runner: Runner
+) -> Any:
+    if is_converted(directory):
+        return restore_params(
+            directory, model, dtype, runner.param_sharding, progress=config.progress
+        )
+    return place_params(directory, model, dtype, runner.place_param, progress=config.progress)
 
 
 def _load_tokenizer(model: ModelConfig, directory: Path) -> ChatTokenizer:
@@ -218,7 +240,8 @@ def describe_buckets(config: EngineConfig) -> str:
     def packed(width: int, height: int) -> int:
         return packed_patches(processor.grid(height, width), model.vision.window_patches)
 
-    return describe(_sizes(config, model, processor), packed)
+    backend = settle_backend(config.kernels, config.tensor_parallel, model, _dtype(config))
+    return describe(_sizes(config, model, processor, backend), packed)
 
 
 def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
@@ -244,15 +267,19 @@ def _load_processor(config: EngineConfig, model: ModelConfig, directory: Path) -
     )
 
 
-def _sizes(config: EngineConfig, model: ModelConfig, processor: Any) -> Sizes:
-    return settle_sizes(
+def _sizes(config: EngineConfig, model: ModelConfig, processor: Any, backend: Backend) -> Sizes:
+    dtype = np.dtype(_dtype(config))
+    sizes = settle_sizes(
         config,
         model,
         processor.max_patches,
         platform=jax.default_backend(),
         memory_bytes=device_memory_bytes(),
-        itemsize=np.dtype(_dtype(config)).itemsize,
+        itemsize=dtype.itemsize,
+        kernels=backend.kernels,
     )
+    check_sizes(backend, sizes.page_size, sizes.max_running, sizes.num_table_pages, dtype)
+    return sizes
 
 
 def default_model() -> Path:
@@ -269,10 +296,13 @@ def model_directory(config: EngineConfig) -> Path:
     if not config.model:
         logger.info("no model named, serving the small one that jaxmm ships")
         return default_model()
+    if is_remote(config.model):
+        return fetch_small_files(config.model, _COPIES.expanduser())
     directory = Path(config.model).expanduser()
     if not directory.is_dir():
         raise ModelError(
-            f"model {config.model!r} is not a directory; give the path of a Hugging Face checkpoint"
+            f"model {config.model!r} is not a directory; give the path of a Hugging Face "
+            "checkpoint, or a gs:// address that jaxmm convert has written to"
         )
     return directory
 

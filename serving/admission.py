@@ -9,10 +9,11 @@ import asyncio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxmm.errors import EngineStopped, JaxmmError, Overloaded
+from jaxmm.errors import JaxmmError, Overloaded
 from serving.config import ServerConfig
-from serving.errors import SHUT_DOWN, BodyTooLarge, BodyTooSlow
+from serving.errors import BodyTooLarge, BodyTooSlow, ServerClosing
 from serving.refusals import refusal
+from serving.worker import CLOSING
 
 
 class Held:
@@ -89,7 +90,7 @@ class Admission:
         except asyncio.CancelledError:  # the server ends and the time to drain is over
             if started:
                 raise
-            await refusal(EngineStopped(SHUT_DOWN))(scope, receive, send)
+            await refusal(ServerClosing(CLOSING))(scope, receive, send)
         finally:
             share.give_back()
             self._num_requests -= 1

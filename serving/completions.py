@@ -9,16 +9,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxmm.errors import EngineStopped, JaxmmError
+from jaxmm.errors import JaxmmError
 from jaxmm.request import Delta
 from serving.answers import AnswerWriter, event
 from serving.config import ServerConfig
 from serving.engine import ServedEngine
-from serving.errors import SHUT_DOWN, ClientGone, UnknownModel, error_body
+from serving.errors import ClientGone, ServerClosing, UnknownModel, error_body
 from serving.fetch import Fetcher
 from serving.protocol import parse_chat_request
 from serving.translate import check_num_pictures, image_urls, to_request
-from serving.worker import Pump, while_connected
+from serving.worker import CLOSING, Pump, while_connected
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +88,8 @@ class EventStream(Response):
             await while_connected(receive, self._send(send))
         except ClientGone:
             logger.info("client gone request=%s", scope["state"]["request_id"])
-        except asyncio.CancelledError:  # the server ends and the time to drain is over
-            body = event(error_body(EngineStopped(SHUT_DOWN)))
-            await send({"type": "http.response.body", "body": body, "more_body": False})
+        except ServerClosing:
+            logger.warning("answer cut at shutdown request=%s", scope["state"]["request_id"])
         finally:
             await self._pump.aclose()
 
@@ -111,6 +110,8 @@ class EventStream(Response):
         except JaxmmError as e:
             logger.warning("answer broken off error=%s", type(e).__name__)
             yield event(error_body(e))
+        except asyncio.CancelledError:  # by `while_connected`; a client that is gone hears nothing
+            yield event(error_body(ServerClosing(CLOSING)))
         else:
             yield self._writer.last_chunks()
 

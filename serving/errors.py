@@ -51,6 +51,10 @@ class ClientGone(JaxmmError, ConnectionError):
     """The client closed the connection; nobody will read the answer."""
 
 
+class ServerClosing(EngineStopped):
+    """The server ends, and the time that it gives to running requests is over."""
+
+
 class Answer(NamedTuple):
     """How one kind of error is told to the client."""
 
@@ -79,8 +83,6 @@ ANSWERS: dict[type[JaxmmError], Answer] = {
     JaxmmError: Answer(500, "server_error", "internal_error"),
 }
 """The nearest class of an error's own line of descent answers for it."""
-
-SHUT_DOWN = "the server is shutting down; send the request again to another, or later"
 
 INTERNAL = "internal error; the server's log has it under this request's x-request-id"
 

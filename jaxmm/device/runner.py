@@ -9,24 +9,32 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxmm.device import steps
+from jaxmm.device.backend import Backend
 from jaxmm.device.executables import Executables, Lower
+from jaxmm.device.kv import KV_POOL, pool_shape
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.sampling import Sampled, init_state
+from jaxmm.device.sharding import WHOLE, param_spec
 from jaxmm.host.batch import StepBatch, StepLayout
 from jaxmm.host.lanes import MERGED_PATCHES, EncodeBatch
 from jaxmm.models import family_module
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.loading import param_shapes
+from jaxmm.models.stored import Block, ParameterPath, Stored
 from jaxmm.request import MAX_LOGIT_BIAS
 from jaxmm.sizes import Sizes
+from kernels_pallas.scatter_rows import row_shape
 
 logger = logging.getLogger(__name__)
 
 PRIME_IDS = 1024
 """Ids of a request's history that one prime step takes."""
+UPLOAD_ROWS = 256
+"""Rows that one upload step takes: a piece is 1 to 4 MB, and filler costs no more than that."""
 
 
 class Runner:
@@ -41,6 +49,7 @@ class Runner:
         sizes: Sizes,
         dtype: DTypeLike,
         *,
+        backend: Backend,
         ledger: CompileLedger,
         compile_cache_dir: str,
     ) -> None:
@@ -50,23 +59,35 @@ class Runner:
             model: Dimensions.
             sizes: Settled sizes.
             dtype: Of KV pages and arena.
+            backend: Implementation of the ops, and the chips.
             ledger: Told of every executable.
             compile_cache_dir: Where executables are kept between starts.
         """
         self._sizes = sizes
-        self._params: steps.Params = param_shapes(model, dtype)
+        self._backend = backend
+        self._params: steps.Params = param_shapes(model, dtype, self.param_sharding)
         text, vision = (family_module(model.family, name) for name in ("text", "vision"))
         self._decoder = nnx.graphdef(nnx.eval_shape(lambda: text.TextDecoder(model.text, dtype)))
         self._encoder = nnx.graphdef(
-            nnx.eval_shape(lambda: vision.VisionEncoder(model.vision, dtype=dtype))
+            nnx.eval_shape(
+                lambda: vision.VisionEncoder(
+                    model.vision, implementation=backend.kernels, dtype=dtype
+                )
+            )
         )
         self._vision = model.vision
+        self._width = model.text.width
         t = model.text
-        page_shape = (sizes.num_pages, 2 * t.num_kv_heads, sizes.page_size, t.head_channels)
-        self._kv_pages = tuple(jnp.zeros(page_shape, dtype) for _ in range(t.num_layers))
-        self._arena = jnp.zeros((sizes.num_rows + 1, t.width), dtype)
-        self._state = init_state(sizes.max_running, t.vocab_size)
-        fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}"
+        whole = backend.sharding(WHOLE)
+        pool = pool_shape(t, sizes.num_pages, sizes.page_size, backend)
+        pool_sharding = backend.sharding(KV_POOL)
+        self._kv_pages = tuple(
+            jnp.zeros(pool, dtype, device=pool_sharding) for _ in range(t.num_layers)
+        )
+        row = row_shape(t.width, implementation=backend.kernels)
+        self._arena = jnp.zeros((sizes.num_rows + 1, *row), dtype, device=whole)
+        self._state = jax.device_put(init_state(sizes.max_running, t.vocab_size), whole)
+        fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}|{backend}"
         self._executables = Executables(ledger, compile_cache_dir, fingerprint)
 
     def layout(self, num_tokens: int) -> StepLayout:
@@ -79,9 +100,30 @@ class Runner:
         """Take the weights, `{"vision": …, "text": …}` as `load_params` gives them."""
         self._params = params
 
+    def place_param(self, stored: Stored) -> jax.Array:
+        """Send one parameter to the device, each chip its part; only parts of chips here are read.
+
+        A part that several chips hold is read once.
+        """
+        sharding = self.param_sharding(stored.path)
+        if sharding is None:
+            return jax.device_put(stored.read())
+        parts: dict[str, npt.NDArray[Any]] = {}
+
+        def part(block: Block | None) -> npt.NDArray[Any]:
+            key = str(block)
+            if key not in parts:
+                parts[key] = stored.read(block)
+            return parts[key]
+
+        return jax.make_array_from_callback(stored.shape, sharding, part)
+
     def warm_up(self, *, progress: bool) -> None:
         """Make the executable of every bucket; needs no weights."""
-        lowers: dict[tuple[str, int], Lower] = {("prime", 0): self._lower_prime}
+        lowers: dict[tuple[str, int], Lower] = {
+            ("prime", 0): self._lower_prime,
+            ("upload", 0): self._lower_upload,
+        }
         for rung in self._sizes.buckets.tokens:
             lowers["language", rung] = partial(self._lower_language, rung)
         for rung in self._sizes.buckets.patches:
@@ -104,7 +146,19 @@ class Runner:
         """Encode a lane into the arena."""
         run = self._executables["encode", lane.patches.shape[0]]
         arrays = (lane.patches, lane.coords, lane.segment, lane.window, lane.slots)
-        self._arena = run(self._params["vision"], self._arena, steps.Lane(*jax.device_put(arrays)))
+        self._arena = run(self._params["vision"], self._arena, steps.Lane(*self._put(arrays)))
+
+    def upload(self, rows: npt.NDArray[np.float32], slots: npt.NDArray[np.int32]) -> None:
+        """Put rows that a caller gave, float32[M, D], into the arena's slots, however many."""
+        run = self._executables["upload", 0]
+        for start in range(0, len(rows), UPLOAD_ROWS):
+            here = slice(start, start + UPLOAD_ROWS)
+            part = rows[here]
+            padded = np.zeros((UPLOAD_ROWS, rows.shape[1]), np.float32)
+            padded[: len(part)] = part
+            where = np.full(UPLOAD_ROWS, self._sizes.num_rows, np.int32)  # filler: the last row
+            where[: len(part)] = slots[here]
+            self._arena = run(self._arena, *self._put((padded, where)))
 
     def step(self, batch: StepBatch) -> Sampled:
         """Run a language step; the rows asked for come back in order, those after are filler."""
@@ -114,7 +168,7 @@ class Runner:
             self._kv_pages,
             self._state,
             self._arena,
-            jax.device_put(batch.buffer),
+            self._put(batch.buffer),
         )
         return sampled
 
@@ -142,7 +196,7 @@ class Runner:
                 bias_ids,
                 bias,
             )
-            self._state = run(self._state, *jax.device_put(arguments))
+            self._state = run(self._state, *self._put(arguments))
 
     def fetch(self, sampled: Sampled, *, logprobs: bool) -> Sampled:
         """Wait for a step and read what it sampled; without logprobs, the tokens alone."""
@@ -150,24 +204,39 @@ class Runner:
             return jax.device_get(sampled)
         return sampled._replace(token_B=jax.device_get(sampled.token_B))
 
+    def _put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
+        return jax.device_put(tree, self._backend.sharding(spec))
+
+    def param_sharding(self, path: ParameterPath) -> NamedSharding | None:
+        """Where the parameter at a path lies; None: on the one device."""
+        return self._backend.sharding(param_spec(path))
+
+    def _shape(self, *dims: int, dtype: DTypeLike = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=self._backend.sharding(WHOLE))
+
+    def _shapes(self, tree: Any) -> Any:
+        """What the compiler must know of arrays; where they lie only if there are many chips."""
+        if self._backend.mesh is None:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+        )
+
     def _lower_language(self, rung: int) -> jax.stages.Lowered:
         layout = self.layout(rung)
         return steps.language_step.lower(
             self._decoder,
+            self._backend,
             layout,
-            _shapes(self._params["text"]),
-            _shapes(self._kv_pages),
-            _shapes(self._state),
-            _shapes(self._arena),
-            jax.ShapeDtypeStruct((layout.size,), jnp.int32),
+            self._shapes(self._params["text"]),
+            self._shapes(self._kv_pages),
+            self._shapes(self._state),
+            self._shapes(self._arena),
+            self._shape(layout.size),
         )
 
     def _lower_encode(self, rung: int) -> jax.stages.Lowered:
-        vision = self._vision
-
-        def shape(*dims: int, dtype: DTypeLike = jnp.int32) -> Any:
-            return jax.ShapeDtypeStruct(dims, dtype)
-
+        vision, shape = self._vision, self._shape
         lane = steps.Lane(
             shape(rung, vision.patch_values, dtype=jnp.uint8),
             shape(rung, 2),
@@ -176,24 +245,32 @@ class Runner:
             shape(rung // MERGED_PATCHES),
         )
         return steps.encode_step.lower(
-            self._encoder, _shapes(self._params["vision"]), _shapes(self._arena), lane
+            self._encoder,
+            self._backend,
+            self._shapes(self._params["vision"]),
+            self._shapes(self._arena),
+            lane,
+        )
+
+    def _lower_upload(self) -> jax.stages.Lowered:
+        return steps.upload_step.lower(
+            self._backend,
+            self._shapes(self._arena),
+            self._shape(UPLOAD_ROWS, self._width, dtype=jnp.float32),
+            self._shape(UPLOAD_ROWS),
         )
 
     def _lower_prime(self) -> jax.stages.Lowered:
-        ids = jax.ShapeDtypeStruct((PRIME_IDS,), jnp.int32)
+        shape, ids = self._shape, self._shape(PRIME_IDS)
         return steps.prime_step.lower(
-            _shapes(self._state),
-            jax.ShapeDtypeStruct((), jnp.int32),
-            jax.ShapeDtypeStruct((), jnp.bool_),
+            self._shapes(self._state),
+            shape(),
+            shape(dtype=jnp.bool_),
             ids,
             ids,
-            jax.ShapeDtypeStruct((MAX_LOGIT_BIAS,), jnp.int32),
-            jax.ShapeDtypeStruct((MAX_LOGIT_BIAS,), jnp.float32),
+            shape(MAX_LOGIT_BIAS),
+            shape(MAX_LOGIT_BIAS, dtype=jnp.float32),
         )
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _padded(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:

@@ -77,6 +77,9 @@ class Decoder(Protocol):
     ) -> Future[Processed]:
         """Process a picture; the future raises RequestError for a picture that cannot be used."""
 
+    def abandon(self, future: Future[Processed]) -> None:
+        """Stop what computes a future that nobody waits for any more, where that saves work."""
+
     def close(self) -> None:
         """Give everything back."""
 
@@ -137,6 +140,9 @@ class InlineDecoder:
         except RequestError as error:
             future.set_exception(error)
         return future
+
+    def abandon(self, future: Future[Processed]) -> None:
+        """It is done already."""
 
     def close(self) -> None:
         """Nothing is held."""

@@ -9,6 +9,7 @@ again in each of them.
 
 import json
 import logging
+import math
 import mmap
 import os
 import pickle
@@ -18,10 +19,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +39,10 @@ from jaxmm.host.quarantine import Quarantine
 logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_SECONDS = 5.0
+_GRACE_SECONDS = 1.0
+"""For a picture that nobody waits for any more."""
+_GLANCE_SECONDS = 0.1
+"""How often a wait looks whether it is still wanted."""
 _ERRORS = {kind.__name__: kind for kind in (errors.RequestError, MediaError, errors.MediaTooLarge)}
 
 
@@ -74,6 +81,7 @@ class DecodePool:
         self._lock = threading.Lock()
         self._closed = self._warned = False
         self._inline_count = 0
+        self._patience: WeakKeyDictionary[Future[Processed], _Patience] = WeakKeyDictionary()
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for _ in range(self._count):
             self._idle.put(self._start())
@@ -99,7 +107,18 @@ class DecodePool:
         with self._lock:
             if self._closed:
                 raise EngineStopped("the decode pool is closed; make a new engine")
-            return self._threads.submit(self._process, source, min_pixels, max_pixels)
+            patience = _Patience()
+            future = self._threads.submit(self._process, source, min_pixels, max_pixels, patience)
+            self._patience[future] = patience
+            return future
+
+    def abandon(self, future: Future[Processed]) -> None:
+        """Cancel what has not begun, and give what has begun a second more.
+
+        Most pictures take far less, and a worker that is ended takes longer to start anew.
+        """
+        if not future.cancel():
+            self._patience[future].abandon()
 
     def close(self) -> None:
         """Cancel what waits, finish what runs, end every worker. May be called again."""
@@ -111,7 +130,9 @@ class DecodePool:
         for _ in range(self._count):
             self._idle.get().close()
 
-    def _process(self, source: Any, min_pixels: int | None, max_pixels: int | None) -> Processed:
+    def _process(
+        self, source: Any, min_pixels: int | None, max_pixels: int | None, patience: "_Patience"
+    ) -> Processed:
         setup = self._setup
         data = read_source(source, setup.limits)
         if not isinstance(data, bytes):  # decoded already, and resizing holds no GIL
@@ -121,11 +142,15 @@ class DecodePool:
         try:
             if not worker.is_alive:
                 worker = self._replace(worker)
-            processed = worker.process(data, min_pixels, max_pixels, self._timeout_seconds)
+            patience.start(self._timeout_seconds)
+            processed = worker.process(data, min_pixels, max_pixels, patience)
             if not worker.has_memory:
                 with self._lock:
                     self._inline_count += 1
             return processed
+        except _Unwanted:
+            worker = self._replace(worker)
+            raise MediaError("the picture's requests were aborted") from None
         except (EOFError, OSError) as error:
             how = "took too long" if isinstance(error, TimeoutError) else "ended unexpectedly"
             self._quarantine.add(data)
@@ -148,6 +173,32 @@ class DecodePool:
             self._warned = True
             logger.warning("shared memory refused; patches come by socket, which is slower")
         return worker
+
+
+class _Unwanted(Exception):
+    """Nobody waits for the picture any more."""
+
+
+class _Patience:
+    """How long a picture is waited for: from its start, and from when nobody wants it."""
+
+    def __init__(self) -> None:
+        self._end = math.inf
+        self._abandoned_end = math.inf
+
+    def start(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def abandon(self) -> None:
+        self._abandoned_end = time.monotonic() + _GRACE_SECONDS
+
+    def check(self) -> None:
+        """Raise what ends the wait, when it is over."""
+        now = time.monotonic()
+        if now > self._end:
+            raise TimeoutError
+        if now > self._abandoned_end:
+            raise _Unwanted
 
 
 class _Worker:
@@ -174,14 +225,14 @@ class _Worker:
         return self._memory is not None
 
     def process(
-        self, data: bytes, min_pixels: int | None, max_pixels: int | None, timeout_seconds: float
+        self, data: bytes, min_pixels: int | None, max_pixels: int | None, patience: _Patience
     ) -> Processed:
         """Have one picture processed; EOFError or OSError when the worker is lost."""
         pixels = {"min_pixels": min_pixels, "max_pixels": max_pixels}
         self._connection.send_bytes(json.dumps(pixels).encode())
         self._connection.send_bytes(data)
-        if not self._connection.poll(timeout_seconds):
-            raise TimeoutError
+        while not self._connection.poll(_GLANCE_SECONDS):
+            patience.check()
         answer = json.loads(self._connection.recv_bytes())
         if "error" in answer:
             raise _ERRORS[answer["error"]](answer["message"])

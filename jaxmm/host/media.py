@@ -110,6 +110,20 @@ def decode_rgb(source: Any, limits: Limits) -> npt.NDArray[np.uint8]:
     return np.asarray(decode_image(source, limits))
 
 
+def read_content(source: Any, limits: Limits) -> bytes | npt.NDArray[np.uint8]:
+    """What a source holds, apart from the form in which it came.
+
+    Returns:
+        A file's bytes; of a PIL image or an array its pixels, uint8[H, W, 3], upright and copied,
+        so that the caller's may change meanwhile.
+
+    Raises:
+        MediaError, MediaTooLarge: As `decode_image`.
+    """
+    source = read_source(source, limits)
+    return source if isinstance(source, bytes) else decode_rgb(source, limits)
+
+
 def too_much_memory() -> MediaTooLarge:
     """For an allocation that failed, in a decoding process at its limit."""
     return MediaTooLarge(
