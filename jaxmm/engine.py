@@ -169,7 +169,7 @@ class Engine:
         try:
             self._loop.run(self._intake.load_features)
         except BaseException as error:  # told to every caller
-            self._failure = error
+            self._failure = self._failure or error
             logger.exception("engine loop ended")
         finally:
             self._intake.end_all(self._stopped())

@@ -1,5 +1,6 @@
 """The HTTP server's routes: OpenAI chat completions, models, health. Host only."""
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -19,17 +20,20 @@ from serving.config import ServerConfig
 from serving.engine import ServedEngine
 from serving.errors import UnknownModel, answer_for
 from serving.fetch import Fetcher
+from serving.lag import LagProbe
 from serving.open_requests import OpenRequests
 from serving.protocol import ChatRequest
 from serving.refusals import refusal
 from serving.request_id import RequestIds
 from serving.tenants import Keys, read_keys
+from serving.tracing import Traced, Traces
 
 logger = logging.getLogger(__name__)
 
 
 def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
     """Make the ASGI application around a running engine; the caller closes the engine."""
+    traces = Traces(config.trace_endpoint) if config.trace_endpoint else None
     tenants = read_keys(config.api_keys, config.api_key_file)
     fetcher = Fetcher(
         config.fetch,
@@ -42,15 +46,22 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        probing = asyncio.create_task(app.state.lag.run())
         yield
+        probing.cancel()
         await fetcher.aclose()
+        if traces is not None:
+            await traces.aclose()
 
     app = FastAPI(title="jaxmm", lifespan=lifespan)
     app.state.draining = False
+    app.state.lag = LagProbe()
     # the last is the outermost: named, then let in by its key, then admitted
     app.add_middleware(Admission, config=config)
     app.add_middleware(Keys, tenants=tenants)
     app.add_middleware(RequestIds)
+    if traces is not None:
+        app.add_middleware(Traced, traces=traces)
     app.add_middleware(OpenRequests)
     app.add_exception_handler(JaxmmError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)

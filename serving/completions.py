@@ -17,6 +17,7 @@ from serving.engine import ServedEngine
 from serving.errors import ClientGone, ServerClosing, UnknownModel, error_body
 from serving.fetch import Fetcher
 from serving.protocol import parse_chat_request
+from serving.tracing import stage
 from serving.translate import check_num_pictures, image_urls, to_request
 from serving.worker import CLOSING, Pump, while_connected
 
@@ -43,13 +44,15 @@ class Completions:
         Raises:
             JaxmmError: Nothing has been sent yet; the error is the answer.
         """
-        chat = parse_chat_request(await read_body(http))
+        with stage("receive"):
+            chat = parse_chat_request(await read_body(http))
         if chat.model not in (None, self._model):
             raise UnknownModel(f"the model served here is {self._model!r}; see GET /v1/models")
         urls = image_urls(chat)
         check_num_pictures(len(urls), self._config.engine.media.max_items)
-        fetching = self._fetcher.fetch_all(urls, http.state.share.take)
-        pictures = await while_connected(http.receive, fetching)
+        with stage("fetch", images=len(urls)):
+            fetching = self._fetcher.fetch_all(urls, http.state.share.take)
+            pictures = await while_connected(http.receive, fetching)
         request = to_request(
             chat,
             pictures,
@@ -64,10 +67,11 @@ class Completions:
         logger.info("begin answer=%s request=%s", request.id, http.state.request_id)
         pump = Pump(self._engine, request, self._config.deadline_seconds)
         try:
-            if chat.stream:
+            with stage("first token"):
                 first = await while_connected(http.receive, _next(pump))
+            if chat.stream:
                 return EventStream(pump, first, writer)
-            deltas = await while_connected(http.receive, _all(pump))
+            deltas = [first, *await while_connected(http.receive, _all(pump))]
         except BaseException:
             await pump.aclose()
             raise
