@@ -18,6 +18,7 @@ from jaxmm.config import EngineConfig
 from jaxmm.device.backend import Backend, check_sizes, settle_backend
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.runner import Runner
+from jaxmm.device.scratch import keep_scratch_memory
 from jaxmm.errors import ModelError, RequestError, SamplingError
 from jaxmm.host.arena import Arena
 from jaxmm.host.chat import ChatTokenizer
@@ -147,6 +148,8 @@ def build_parts(config: EngineConfig) -> Parts:
         ConfigError, ModelError: The message names the setting, key or tensor.
     """
     start = time.perf_counter()
+    if jax.default_backend() == "cpu" and not keep_scratch_memory():
+        logger.info("the C library keeps no scratch memory: steps clear theirs anew")
     directory = model_directory(config)
     model = read_config(directory)
     check_vocabulary(model.text.vocab_size)

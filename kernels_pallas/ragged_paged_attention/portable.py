@@ -35,10 +35,9 @@ def paged_attention_portable(
     num_kv = pages_PJSC.shape[1] // 2
     q_TKGC = q_THC.reshape(num_tokens, num_kv, num_heads // num_kv, channels)
     tail = min(_TAIL.queries, num_tokens)
-    padded_TKGC = jnp.pad(q_TKGC, ((0, tail), (0, 0), (0, 0), (0, 0)))
 
     def attend(b: Array, offset: Array, out: Array, tile: _Tile) -> Array:
-        return _attend_tile(padded_TKGC, pages_PJSC, ragged, b, offset, out, tile)
+        return _attend_tile(q_TKGC, pages_PJSC, ragged, b, offset, out, tile)
 
     def decode(b: Array, out: Array) -> Array:
         return attend(b, jnp.int32(0), out, _DECODE)
@@ -57,9 +56,9 @@ def paged_attention_portable(
         tile = _Tile(tail, _TAIL.keys)
         return lax.fori_loop(0, tiles, lambda i, o: attend(b, done + i * tail, o, tile), out)
 
-    out_TKGC = lax.fori_loop(0, ragged.num_decodes, decode, jnp.zeros_like(padded_TKGC))
+    out_TKGC = lax.fori_loop(0, ragged.num_decodes, decode, jnp.zeros_like(q_TKGC))
     out_TKGC = lax.fori_loop(ragged.num_decodes, ragged.num_sequences, extend, out_TKGC)
-    return out_TKGC[:num_tokens].reshape(q_THC.shape)
+    return out_TKGC.reshape(q_THC.shape)
 
 
 def _attend_tile(
@@ -72,16 +71,19 @@ def _attend_tile(
     tile: _Tile,
 ) -> Float[Array, "T K G C"]:
     """Attend some queries of one sequence, from `offset` in its chunk on, into `out_TKGC`."""
-    _, num_kv, group, channels = q_TKGC.shape
+    num_tokens, num_kv, group, channels = q_TKGC.shape
     page_size = pages_PJSC.shape[2]
     block = tile.queries
     block_pages = max(1, min(tile.keys // page_size, ragged.tables_BQ.shape[1]))
     block_keys = block_pages * page_size
 
-    token = ragged.starts_B[sequence] + offset
+    # A tile that would reach past the step's end begins earlier, and leaves what it finds there.
+    wanted = ragged.starts_B[sequence] + offset
+    token = jnp.minimum(wanted, num_tokens - block)
+    skipped = wanted - token
     length = ragged.lengths_B[sequence]
     first_position = length - ragged.counts_B[sequence] + offset
-    position_X = first_position + jnp.arange(block)
+    position_X = first_position - skipped + jnp.arange(block)
     num_keys = jnp.minimum(length, first_position + block)
 
     scale = jnp.asarray(channels**-0.5, q_TKGC.dtype)
@@ -125,6 +127,10 @@ def _attend_tile(
     sum_KYC, _, total_KY = lax.fori_loop(0, turns, over_keys, start)
     attended_KYC = (sum_KYC / total_KY[..., None]).astype(q_TKGC.dtype)
     attended_XKGC = attended_KYC.reshape(num_kv, block, group, channels).transpose(1, 0, 2, 3)
+    if tile not in (_DECODE, _WHOLE):  # those are within the step always
+        old_XKGC = lax.dynamic_slice_in_dim(out_TKGC, token, block)
+        is_new_X = jnp.arange(block) >= skipped
+        attended_XKGC = jnp.where(is_new_X[:, None, None, None], attended_XKGC, old_XKGC)
     return lax.dynamic_update_slice_in_dim(out_TKGC, attended_XKGC, token, 0)
 
 
