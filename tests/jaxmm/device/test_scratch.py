@@ -23,5 +23,7 @@ print(faults())
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc alone can be told")
 def test_block_that_was_freed_is_used_again() -> None:
-    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
     assert int(run.stdout) < 100
