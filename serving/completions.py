@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -16,7 +16,8 @@ from serving.config import ServerConfig
 from serving.engine import ServedEngine
 from serving.errors import ClientGone, ServerClosing, UnknownModel, error_body
 from serving.fetch import Fetcher
-from serving.protocol import parse_chat_request
+from serving.lifting import Url, lift
+from serving.protocol import ChatRequest, parse_chat_request
 from serving.tracing import stage
 from serving.translate import check_num_pictures, image_urls, to_request
 from serving.worker import CLOSING, Pump, while_connected
@@ -45,10 +46,9 @@ class Completions:
             JaxmmError: Nothing has been sent yet; the error is the answer.
         """
         with stage("receive"):
-            chat = parse_chat_request(await read_body(http))
+            chat, urls = read_chat(await read_body(http))
         if chat.model not in (None, self._model):
             raise UnknownModel(f"the model served here is {self._model!r}; see GET /v1/models")
-        urls = image_urls(chat)
         check_num_pictures(len(urls), self._config.engine.media.max_items)
         with stage("fetch", images=len(urls)):
             fetching = self._fetcher.fetch_all(urls, http.state.share.take)
@@ -118,6 +118,21 @@ class EventStream(Response):
             yield event(error_body(ServerClosing(CLOSING)))
         else:
             yield self._writer.last_chunks()
+
+
+def read_chat(body: bytearray) -> tuple[ChatRequest, Mapping[str, Url]]:
+    """Read a body, and the URLs of its pictures by place.
+
+    Raises:
+        BadBody: Names the field at fault.
+    """
+    lifted = lift(body)
+    chat = parse_chat_request(lifted.rest)
+    urls = lifted.put_back(image_urls(chat))
+    if urls is None:  # what looked like a picture stands elsewhere
+        chat = parse_chat_request(body)
+        urls = {**image_urls(chat)}
+    return chat, urls
 
 
 async def read_body(http: Request) -> bytearray:
