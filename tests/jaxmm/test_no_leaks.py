@@ -1,5 +1,6 @@
 """After any workload everything is given back: pages, rows, slots, features, worker memory."""
 
+import contextlib
 import gc
 import os
 import threading
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxmm.engine import Engine
-from jaxmm.errors import JaxmmError
+from jaxmm.errors import JaxmmError, MediaError, PromptTooLong
 from jaxmm.request import Delta
 from tests.engines import (
     ask,
@@ -40,6 +41,8 @@ def held(on: Engine) -> dict[str, Any]:
         return {
             "free pages": parts.pool.num_free,
             "cached pages": parts.prefix_cache.num_pages,
+            "pinned pages": parts.prefix_cache.num_pinned,
+            "conversations": len(scheduler.pins),
             "free rows": parts.arena.num_free,
             "slots": scheduler._residency.num_slots,
             "running": scheduler.num_running,
@@ -123,6 +126,18 @@ class Caller:
             self._abort()
 
 
+def talk(chat: Any, rng: np.random.Generator) -> None:
+    """A turn of a conversation, left early, bad, or to its end."""
+    images = [[], [PICTURES[int(rng.integers(10))]], [BROKEN]][
+        int(rng.choice(3, p=(0.5, 0.4, 0.1)))
+    ]
+    stream = chat.send("what is it", images, stream=True, max_tokens=5)
+    with contextlib.suppress(MediaError, PromptTooLong):
+        for _ in zip(stream, range(int(rng.integers(1, 9))), strict=False):
+            pass
+    stream.close()
+
+
 @pytest.mark.slow
 def test_thousand_random_requests_with_random_aborts_leave_nothing_behind() -> None:
     on, rng = engine("qwen2_vl"), np.random.default_rng(3)
@@ -141,13 +156,18 @@ def test_thousand_random_requests_with_random_aborts_leave_nothing_behind() -> N
         room.release()
 
     with pages_left(on, 30), scheduling(on, reserve_tokens=0):
-        for _ in range(NUM_REQUESTS):
+        chats = [on.session(expire_seconds=seconds) for seconds in (0.0, 0.1, 60.0)]
+        for i in range(NUM_REQUESTS):
+            if i % 20 == 0:
+                talk(chats[i // 20 % 3], rng)
             room.acquire(timeout=60)
             abort_at = int(rng.integers(0, 6)) if rng.random() < 0.4 else None
             Caller(on, random_request(rng), abort_at, ended)
         deadline = time.monotonic() + 60
         while len(outcomes) < NUM_REQUESTS and time.monotonic() < deadline:
             time.sleep(0.01)
+        for chat in chats:
+            chat.close()
         quiet(on)
     assert len(outcomes) == NUM_REQUESTS
     assert min(outcomes.count(how) for how in ("abort", "error", "finish")) > 5
