@@ -23,7 +23,8 @@ from jaxmm.host.batch import StepBatch, StepLayout
 from jaxmm.host.lanes import MERGED_PATCHES, EncodeBatch
 from jaxmm.models import family_module
 from jaxmm.models.config import ModelConfig
-from jaxmm.models.loading import ParameterPath, param_shapes
+from jaxmm.models.loading import param_shapes
+from jaxmm.models.stored import Block, ParameterPath, Stored
 from jaxmm.request import MAX_LOGIT_BIAS
 from jaxmm.sizes import Sizes
 from kernels_pallas.scatter_rows import row_shape
@@ -64,7 +65,7 @@ class Runner:
         """
         self._sizes = sizes
         self._backend = backend
-        self._params: steps.Params = param_shapes(model, dtype, self._param_sharding)
+        self._params: steps.Params = param_shapes(model, dtype, self.param_sharding)
         text, vision = (family_module(model.family, name) for name in ("text", "vision"))
         self._decoder = nnx.graphdef(nnx.eval_shape(lambda: text.TextDecoder(model.text, dtype)))
         self._encoder = nnx.graphdef(
@@ -99,9 +100,23 @@ class Runner:
         """Take the weights, `{"vision": …, "text": …}` as `load_params` gives them."""
         self._params = params
 
-    def put_param(self, path: ParameterPath, value: npt.NDArray[Any]) -> jax.Array:
-        """Send one parameter to the device, each chip its part."""
-        return self._put(value, param_spec(path))
+    def place_param(self, stored: Stored) -> jax.Array:
+        """Send one parameter to the device, each chip its part; only parts of chips here are read.
+
+        A part that several chips hold is read once.
+        """
+        sharding = self.param_sharding(stored.path)
+        if sharding is None:
+            return jax.device_put(stored.read())
+        parts: dict[str, npt.NDArray[Any]] = {}
+
+        def part(block: Block | None) -> npt.NDArray[Any]:
+            key = str(block)
+            if key not in parts:
+                parts[key] = stored.read(block)
+            return parts[key]
+
+        return jax.make_array_from_callback(stored.shape, sharding, part)
 
     def warm_up(self, *, progress: bool) -> None:
         """Make the executable of every bucket; needs no weights."""
@@ -192,7 +207,8 @@ class Runner:
     def _put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
         return jax.device_put(tree, self._backend.sharding(spec))
 
-    def _param_sharding(self, path: ParameterPath) -> NamedSharding | None:
+    def param_sharding(self, path: ParameterPath) -> NamedSharding | None:
+        """Where the parameter at a path lies; None: on the one device."""
         return self._backend.sharding(param_spec(path))
 
     def _shape(self, *dims: int, dtype: DTypeLike = jnp.int32) -> Any:
