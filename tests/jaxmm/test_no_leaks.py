@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from jaxmm.engine import Engine
-from jaxmm.errors import JaxmmError, MediaError, PromptTooLong
+from jaxmm.errors import JaxmmError, MediaError
 from jaxmm.request import Delta
+from jaxmm.session import Session
 from tests.engines import (
     ask,
     engine,
@@ -126,14 +127,17 @@ class Caller:
             self._abort()
 
 
-def talk(chat: Any, rng: np.random.Generator) -> None:
-    """A turn of a conversation, left early, bad, or to its end."""
-    images = [[], [PICTURES[int(rng.integers(10))]], [BROKEN]][
-        int(rng.choice(3, p=(0.5, 0.4, 0.1)))
-    ]
-    stream = chat.send("what is it", images, stream=True, max_tokens=5)
-    with contextlib.suppress(MediaError, PromptTooLong):
-        for _ in zip(stream, range(int(rng.integers(1, 9))), strict=False):
+def talk(on: Engine, chats: list[Session], rng: np.random.Generator) -> None:
+    """A turn of one of the conversations, left early, bad, or to its end."""
+    index = int(rng.integers(len(chats)))
+    if len(chats[index].messages) > 5:
+        chats[index].close()
+        chats[index] = on.session(expire_seconds=float(rng.choice([0.0, 0.1, 60.0])))
+    pictures = [PICTURES[int(rng.integers(len(PICTURES)))]]
+    images = ([], pictures, [BROKEN])[int(rng.choice(3, p=(0.5, 0.4, 0.1)))]
+    stream = chats[index].send("what is it", images, stream=True, max_tokens=5)
+    with contextlib.suppress(MediaError):
+        for _ in zip(range(int(rng.integers(1, 9))), stream, strict=False):
             pass
     stream.close()
 
@@ -156,10 +160,10 @@ def test_thousand_random_requests_with_random_aborts_leave_nothing_behind() -> N
         room.release()
 
     with pages_left(on, 30), scheduling(on, reserve_tokens=0):
-        chats = [on.session(expire_seconds=seconds) for seconds in (0.0, 0.1, 60.0)]
+        chats = [on.session() for _ in range(3)]
         for i in range(NUM_REQUESTS):
             if i % 20 == 0:
-                talk(chats[i // 20 % 3], rng)
+                talk(on, chats, rng)
             room.acquire(timeout=60)
             abort_at = int(rng.integers(0, 6)) if rng.random() < 0.4 else None
             Caller(on, random_request(rng), abort_at, ended)

@@ -69,7 +69,7 @@ def test_turn_pays_for_what_is_new_alone(on: Engine, chat: Session) -> None:
     second = chat.send("and its colour", **FIELDS)
     assert (media.num_hits, media.num_misses, counters.encoded_items) == before
     assert second.usage.cached_tokens >= first.usage.prompt_tokens // 16 * 16
-    assert second.usage.prompt_tokens - second.usage.cached_tokens < 64
+    assert second.usage.prompt_tokens - second.usage.cached_tokens < 96
     assert second.usage.image_tokens == first.usage.image_tokens > 0
 
 
@@ -84,25 +84,23 @@ def crowd_out(on: Engine) -> None:
 def test_prefix_stays_while_others_crowd_the_cache(on: Engine, chat: Session) -> None:
     with pages_left(on, 24):
         first = chat.send("what is this", WIDE, **FIELDS)
-        plain = generate("what house", engine=on, **FIELDS)
+        ask(on, request(None, token_ids=range(60)))
         crowd_out(on)
         second = chat.send("and its colour", **FIELDS)
-        again = generate("what house", engine=on, **FIELDS)
+        [again] = ask(on, request(None, token_ids=range(60)))
     assert second.usage.cached_tokens >= first.usage.prompt_tokens // 16 * 16
-    assert plain.usage.prompt_tokens > 16
     assert again.usage.cached_tokens == 0  # what no conversation keeps is gone
     assert whole(on, chat) == second.text
 
 
 def test_prefix_is_given_up_for_a_request_that_needs_the_room(on: Engine, chat: Session) -> None:
-    large = request(turn("one red house " * 18), max_tokens=64)
-    [expected] = ask(on, large)
+    [expected] = ask(on, request(turn("one red house " * 30), max_tokens=100))
     with pages_left(on, 20):
         chat.send("what is this", WIDE, **FIELDS)
         assert pinned(on) > 0
         retracts = on.scheduler.counters.retracts
-        [result] = ask(on, request(turn("one red house " * 18), max_tokens=64))
-        assert result.usage.prompt_tokens + 64 > 16 * 16  # more than lie beside the pins
+        [result] = ask(on, request(turn("one red house " * 30), max_tokens=100))
+        assert result.usage.prompt_tokens + 100 > 16 * 16  # more than lie beside the pins
         assert on.scheduler.counters.retracts == retracts
         assert pinned(on) == 0
         second = chat.send("and its colour", **FIELDS)
