@@ -8,7 +8,7 @@ submit -> intake.py    pictures decoded and prompts built, on preparing threads
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Self
 
@@ -78,7 +78,7 @@ class Engine:
         self._intake.abort(request_id)
         self._loop.post(lambda: self._loop.abort(request_id))
 
-    async def astream(self, request: Request) -> AsyncIterator[Delta]:
+    async def astream(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Serve a request, giving what each step adds; leaving the loop early aborts it.
 
         Raises:

@@ -100,9 +100,10 @@ class Session:
     ) -> AsyncIterator[Delta]:
         """Add a turn, giving a `Delta` for each step; see `send`."""
         with self._turn(text, images, sampling_params(sampling)) as turn:
-            async for delta in self._engine.astream(turn.request):
-                turn.take(delta)
-                yield delta
+            async with contextlib.aclosing(self._engine.astream(turn.request)) as deltas:
+                async for delta in deltas:
+                    turn.take(delta)
+                    yield delta
 
     def close(self) -> None:
         """End the conversation and give back what it keeps; may be called again."""
