@@ -14,10 +14,11 @@ from jaxmm.request import Delta
 from serving.answers import AnswerWriter, event
 from serving.config import ServerConfig
 from serving.engine import ServedEngine
-from serving.errors import BodyTooLarge, ClientGone, ServerClosing, UnknownModel, error_body
+from serving.errors import ClientGone, ServerClosing, UnknownModel, error_body
 from serving.fetch import Fetcher
 from serving.protocol import parse_chat_request
-from serving.translate import image_urls, to_request
+from serving.tracing import stage
+from serving.translate import check_num_pictures, image_urls, to_request
 from serving.worker import CLOSING, Pump, while_connected
 
 logger = logging.getLogger(__name__)
@@ -43,14 +44,20 @@ class Completions:
         Raises:
             JaxmmError: Nothing has been sent yet; the error is the answer.
         """
-        chat = parse_chat_request(await read_body(http, self._config.max_request_bytes))
+        with stage("receive"):
+            chat = parse_chat_request(await read_body(http))
         if chat.model not in (None, self._model):
             raise UnknownModel(f"the model served here is {self._model!r}; see GET /v1/models")
-        pictures = await while_connected(http.receive, self._fetcher.fetch_all(image_urls(chat)))
+        urls = image_urls(chat)
+        check_num_pictures(len(urls), self._config.engine.media.max_items)
+        with stage("fetch", images=len(urls)):
+            fetching = self._fetcher.fetch_all(urls, http.state.share.take)
+            pictures = await while_connected(http.receive, fetching)
         request = to_request(
             chat,
             pictures,
             request_id=f"chatcmpl-{uuid.uuid4().hex}",
+            tenant=http.state.tenant,
             vocab_size=self._vocab_size,
             default_max_tokens=self._config.default_max_tokens,
         )
@@ -60,10 +67,11 @@ class Completions:
         logger.info("begin answer=%s request=%s", request.id, http.state.request_id)
         pump = Pump(self._engine, request, self._config.deadline_seconds)
         try:
-            if chat.stream:
+            with stage("first token"):
                 first = await while_connected(http.receive, _next(pump))
+            if chat.stream:
                 return EventStream(pump, first, writer)
-            deltas = await while_connected(http.receive, _all(pump))
+            deltas = [first, *await while_connected(http.receive, _all(pump))]
         except BaseException:
             await pump.aclose()
             raise
@@ -112,27 +120,19 @@ class EventStream(Response):
             yield self._writer.last_chunks()
 
 
-async def read_body(http: Request, max_bytes: int) -> bytes:
-    """Read a request's body, no more than the limit.
+async def read_body(http: Request) -> bytearray:
+    """Read a request's body; `admission` holds it to its limits.
 
     Raises:
-        BodyTooLarge: It is longer, or says so.
         ClientGone: The client closed the connection before its end.
     """
-    declared = http.headers.get("content-length", "0")
-    size = int(declared) if declared.isdecimal() else 0
     body = bytearray()
     try:
         async for chunk in http.stream():
-            size = max(size, len(body) + len(chunk))
-            if size > max_bytes:
-                break
             body += chunk
     except ClientDisconnect:
         raise ClientGone("the client closed the connection") from None
-    if size > max_bytes:
-        raise BodyTooLarge(f"the body is larger than the limit of {max_bytes} bytes")
-    return bytes(body)
+    return body
 
 
 async def _next(pump: Pump) -> Delta:

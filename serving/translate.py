@@ -7,6 +7,7 @@ from typing import Any
 from jaxmm.request import Request, SamplingParams
 from serving.errors import BadBody
 from serving.protocol import ChatRequest
+from serving.tenants import Tenant
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -23,11 +24,23 @@ def image_urls(chat: ChatRequest) -> dict[str, str]:
     }
 
 
+def check_num_pictures(count: int, limit: int) -> None:
+    """Refuse too many pictures before any is fetched.
+
+    Raises:
+        BadBody: More than `limit`.
+    """
+    if count > limit:
+        message = f"the request has {count} images; the limit is {limit} (media.max_items)"
+        raise BadBody(message, "messages")
+
+
 def to_request(
     chat: ChatRequest,
     pictures: Mapping[str, bytes],
     *,
     request_id: str,
+    tenant: Tenant,
     vocab_size: int,
     default_max_tokens: int,
 ) -> Request:
@@ -37,6 +50,7 @@ def to_request(
         chat: A parsed body.
         pictures: Encoded bytes by place, of every place in `image_urls(chat)`.
         request_id: Name in logs and answers.
+        tenant: Whose request it is; scopes its cache entries.
         vocab_size: Bound of token ids that a client may name.
         default_max_tokens: Length of the answer if the body gives none.
 
@@ -51,7 +65,7 @@ def to_request(
         messages=[_message(message.role, message.content) for message in chat.messages],
         images=tuple(pictures[where] for where in image_urls(chat)),
         sampling=_sampling(chat, vocab_size, default_max_tokens),
-        salt=chat.cache_salt or "",
+        salt=tenant.salt(chat.cache_salt),
         mm_hashes=None if chat.mm_hashes is None else tuple(chat.mm_hashes),
         min_pixels=chat.min_pixels,
         max_pixels=chat.max_pixels,

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from jaxmm.config import EngineConfig
-from jaxmm.errors import JaxmmError, PlaceholderError
+from jaxmm.errors import EngineStopped, JaxmmError, PlaceholderError
 from jaxmm.host.chat import ChatTokenizer
 from jaxmm.host.detokenize import Detokenizer
 from jaxmm.request import Delta, Request, TokenLogprob, Usage
@@ -32,6 +32,8 @@ class FakeEngine:
         self.model_name = "fake"
         self.tokenizer = tokenizer
         self.healthy = True
+        self.failure: BaseException | None = None
+        self.turn_seconds = 0.0
         self.closed = False
         self.requests: list[Request] = []
         self.running: set[str] = set()
@@ -54,6 +56,10 @@ class FakeEngine:
             raise
         finally:
             self.running.discard(request.id)
+
+    def give_up(self, reason: str) -> None:
+        self.failure = EngineStopped(reason)
+        self.healthy = False
 
     def close(self) -> None:
         self.closed = True
