@@ -30,7 +30,8 @@ class Session:
     Every turn is answered as the whole conversation sent at once would be; what earlier turns cost
     is not paid again. Until it is closed, expires, or others need the room, the engine keeps the
     processed pictures and pins the conversation's pages in its prefix cache. What was given back
-    is made again by the next turn: a conversation never fails for it.
+    is made again by the next turn: a conversation never fails for it. Its limits are those of one
+    request, for all its turns together: `max_model_len` tokens and `media.max_items` pictures.
     """
 
     def __init__(

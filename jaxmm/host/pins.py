@@ -85,8 +85,7 @@ class Pins:
 
     def expire(self) -> None:
         """End what has been kept long enough."""
-        now = self._clock()
-        if now < self._next_expiry:
+        if not self._pins or (now := self._clock()) < self._next_expiry:
             return
         for keep in [k for k, pin in self._pins.items() if pin.expires_at <= now]:
             self.drop(keep)
