@@ -52,6 +52,8 @@ class Sizes:
             max_waiting=config.max_waiting,
             max_model_len=self.max_model_len,
             page_size=self.page_size,
+            max_pinned_pages=int(self.num_pages * config.sessions.page_share),
+            max_sessions=config.sessions.max_kept,
         )
 
 
