@@ -147,6 +147,7 @@ class Intake:
     def _answer(self, request: Request, prompt: Prompt, on_event: OnEvent) -> Answer:
         parts, params = self._parts, request.sampling
         parts.check_sampling(params)
+        grammar = None if params.grammar is None else parts.grammars.compile(params.grammar)
         sequences = tuple(
             Sequence(
                 request_id=request.id,
@@ -158,6 +159,9 @@ class Intake:
             )
             for i in range(params.n)
         )
+        if grammar is not None:
+            for sequence in sequences:
+                sequence.matcher = grammar.start(sequence.held_back(parts.eos_ids))
         return Answer.start(
             request,
             sequences,

@@ -65,6 +65,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end the output and are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
+    grammar: str | None = None
+    """The output must match this grammar (llguidance's Lark dialect or JSON form); for a JSON
+    schema give `jaxmm.json_grammar(schema)`. It ends where nothing can follow."""
     ignore_eos: bool = False
     n: int = 1
     """Completions to make of the prompt."""
@@ -106,6 +109,8 @@ class SamplingParams:
             )
         for token in self.stop_token_ids:
             _check_whole("stop_token_ids entry", token, 0, 1 << 30)
+        if self.grammar is not None and not isinstance(self.grammar, str):
+            raise SamplingError("grammar is not a string; give json_grammar(schema) for a schema")
         if not all(isinstance(s, str) for s in self.stop):
             raise SamplingError(f"stop={self.stop!r} is not a tuple of strings")
         if any(not s for s in self.stop):

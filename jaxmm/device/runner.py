@@ -16,6 +16,7 @@ from jaxmm.device.executables import Executables, Lower
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.sampling import Sampled, init_state
 from jaxmm.host.batch import StepBatch, StepLayout
+from jaxmm.host.grammar import mask_words
 from jaxmm.host.lanes import MERGED_PATCHES, EncodeBatch
 from jaxmm.models import family_module
 from jaxmm.models.config import ModelConfig
@@ -66,6 +67,7 @@ class Runner:
         self._kv_pages = tuple(jnp.zeros(page_shape, dtype) for _ in range(t.num_layers))
         self._arena = jnp.zeros((sizes.num_rows + 1, t.width), dtype)
         self._state = init_state(sizes.max_running, t.vocab_size)
+        self._no_masks = jnp.zeros((sizes.max_running, mask_words(t.vocab_size)), jnp.uint32)
         fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}"
         self._executables = Executables(ledger, compile_cache_dir, fingerprint)
 
@@ -73,7 +75,7 @@ class Runner:
         """Layout of the smallest bucket with `num_tokens`."""
         sizes = self._sizes
         rung = sizes.buckets.step_tokens(num_tokens)
-        return StepLayout(rung, sizes.max_running, sizes.num_table_pages)
+        return StepLayout(rung, sizes.max_running, sizes.num_table_pages, self._no_masks.shape[1])
 
     def place(self, params: steps.Params) -> None:
         """Take the weights, `{"vision": …, "text": …}` as `load_params` gives them."""
@@ -115,6 +117,7 @@ class Runner:
             self._state,
             self._arena,
             jax.device_put(batch.buffer),
+            self._no_masks if batch.allowed_BO is None else jax.device_put(batch.allowed_BO),
         )
         return sampled
 
@@ -160,6 +163,7 @@ class Runner:
             _shapes(self._state),
             _shapes(self._arena),
             jax.ShapeDtypeStruct((layout.size,), jnp.int32),
+            _shapes(self._no_masks),
         )
 
     def _lower_encode(self, rung: int) -> jax.stages.Lowered:

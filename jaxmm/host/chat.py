@@ -130,9 +130,20 @@ class ChatTokenizer:
         Raises:
             RequestError: The text cannot be encoded.
         """
-        self._plain(read_text("the prompt", text))
+        self.encode_plain(read_text("the prompt", text))
         # again, with what the tokenizer itself puts around a text (a beginning-of-text id)
         return np.array(self._backend.encode(text, add_special_tokens=True).ids, np.int64)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a text in the middle of a prompt.
+
+        Raises:
+            RequestError: It cannot be encoded without a special token.
+        """
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        if not self.special_ids.isdisjoint(ids):
+            raise RequestError("a text spells a special token that cannot be encoded as plain text")
+        return ids
 
     @cached_property
     def token_bytes(self) -> tuple[bytes, ...]:
@@ -181,18 +192,12 @@ class ChatTokenizer:
         ids: list[int] = []
         slots: list[int] = []
         for stretch, special in self._specials.cut(rendered):
-            ids += self._plain(stretch.replace(mark, ""))
+            ids += self.encode_plain(stretch.replace(mark, ""))
             if special is not None:
                 if special == self.placeholder_id:
                     slots.append(len(ids))
                 ids.append(special)
         return ids, slots
-
-    def _plain(self, text: str) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        if not self.special_ids.isdisjoint(ids):
-            raise RequestError("a text spells a special token that cannot be encoded as plain text")
-        return ids
 
     def _check_segmentation(self) -> None:
         """Text between special tokens must encode alone as it does within the whole."""

@@ -86,6 +86,13 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def awaits_tokens(self) -> bool:
+        """Sequences wait for tokens that were sampled and not read, and no other could decode."""
+        going = [s for s in self._running if s.num_sampled < s.max_output]
+        awaiting = [s.awaits_token for s in going if s.num_computed >= s.extend_stop]
+        return bool(awaiting) and all(awaiting)
+
     def add(self, *sequences: Sequence) -> None:
         """Queue sequences, all or none: the `n` completions of one request together.
 
@@ -197,6 +204,8 @@ class Scheduler:
             position += 1
             index = sequence.num_computed
             if index < sequence.extend_stop or sequence.num_sampled >= sequence.max_output:
+                continue
+            if sequence.awaits_token:
                 continue
             if index < len(sequence.pages) * page_size or self._grow(sequence):
                 draft.decode(sequence)
