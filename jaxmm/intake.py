@@ -123,7 +123,7 @@ class Intake:
         read_text("salt", request.salt)
         parts, tokenizer = self._parts, self._parts.tokenizer
         if request.messages is not None:
-            ids, slots = tokenizer.encode_chat(request.messages)
+            ids, slots = tokenizer.encode_chat(request.messages, request.tools)
         elif request.text is not None:
             ids, slots = tokenizer.encode_text(request.text), np.zeros(0, np.int64)
         else:

@@ -213,7 +213,12 @@ class Request:
     id: str
     messages: Sequence[Mapping[str, Any]] | None = None
     """Chat turns: `{"role": str, "content": str | [part, …]}`; a part is
-    `{"type": "text", "text": str}` or `{"type": "image"}`; the k-th image part is `images[k]`."""
+    `{"type": "text", "text": str}` or `{"type": "image"}`; the k-th image part is `images[k]`.
+    An assistant's turn may have `tool_calls`, and a turn of role `tool` answers one."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """What the messages say that the model may call, `{"type": "function", "function": {"name":
+    str, "description": str, "parameters": JSON schema}}`; `jaxmm.host.tools.tool_grammar` holds
+    the answer to it."""
     text: str | None = None
     """Raw prompt, no template and no images."""
     token_ids: Sequence[int] | None = None

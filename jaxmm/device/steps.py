@@ -142,8 +142,8 @@ def _sample(
     """Sample the rows that the host asked for, a group at a time: cost follows their number."""
     num_tokens, num_rows = hidden_TD.shape[0], step["sample_token_B"].shape[0]
     group = _sample_group(num_tokens)
-    given = {"slot_B": step["sample_slot_B"], "allowed_BO": allowed_BO}
-    columns = SampleParams(**{name: (step | given)[name] for name in SampleParams._fields})
+    given = {**step, "slot_B": step["sample_slot_B"], "allowed_BO": allowed_BO}
+    columns = SampleParams(**{name: given[name] for name in SampleParams._fields})
 
     def run(g: Int32[Array, ""], out: Sampled) -> Sampled:
         rows = SampleParams(*(lax.dynamic_slice_in_dim(c, g * group, group) for c in columns))
