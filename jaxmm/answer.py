@@ -6,6 +6,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from jaxmm.errors import JaxmmError
+from jaxmm.host.decodes import Gone
 from jaxmm.host.detokenize import Detokenizer
 from jaxmm.host.sequence import Sequence
 from jaxmm.request import Delta, FinishReason, Request, TokenLogprob, Usage
@@ -38,6 +39,8 @@ class Answer:
     """The model's own."""
     end_ids: Set[int]
     """Ids that end a completion of this request."""
+    gone: Gone
+    """Done when the request is aborted."""
     num_open: int = field(init=False)
     """Completions that are not finished."""
 
@@ -54,12 +57,13 @@ class Answer:
         token_bytes: Tokens[bytes],
         special_ids: Set[int],
         eos_ids: Tokens[int],
+        gone: Gone,
     ) -> "Answer":
         """Begin with nothing said."""
         params = request.sampling
         detokenizers = tuple(Detokenizer(token_bytes, special_ids, params.stop) for _ in sequences)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_ids))
-        return cls(request, on_event, sequences, detokenizers, eos_ids, ends)
+        return cls(request, on_event, sequences, detokenizers, eos_ids, ends, gone)
 
     def take(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> Delta:
         """Note a token that the sequence has just got.

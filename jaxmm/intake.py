@@ -7,12 +7,14 @@ gets sequences that are ready to run.
 import dataclasses
 import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxmm.answer import Answer, OnEvent, tell
 from jaxmm.errors import EngineStopped, JaxmmError, Overloaded, RequestError
+from jaxmm.host.decodes import Gone
 from jaxmm.host.item import Prompt
 from jaxmm.host.messages import read_text
 from jaxmm.host.sequence import Sequence
@@ -25,6 +27,14 @@ logger = logging.getLogger(__name__)
 _PREPARE_THREADS = 4
 
 
+class _Entry(NamedTuple):
+    """A request that is being prepared."""
+
+    request: Request
+    on_event: OnEvent
+    gone: Gone
+
+
 class Intake:
     """Prepares requests and hands them to the loop; thread-safe."""
 
@@ -33,9 +43,9 @@ class Intake:
         self._parts = parts
         self._loop = loop
         self._max_waiting = max_waiting
-        self._preparing: dict[str, tuple[Request, OnEvent]] = {}
+        self._preparing: dict[str, _Entry] = {}
         self._refusal: EngineStopped | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._threads = ThreadPoolExecutor(_PREPARE_THREADS, thread_name_prefix="jaxmm-prepare")
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
@@ -50,17 +60,19 @@ class Intake:
                 )
             if request.id in self._preparing or self._loop.serves(request.id):
                 raise RequestError(f"request id {request.id!r} is in use")
-            self._preparing[request.id] = request, on_event
-            self._threads.submit(self._prepare, request, on_event)
+            entry = self._preparing[request.id] = _Entry(request, on_event, Future())
+            self._threads.submit(self._prepare, entry)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request that is still being prepared."""
+        """Drop a request that is still being prepared, and the decodes that only it waits for."""
         with self._lock:
-            self._preparing.pop(request_id, None)
+            entry = self._preparing.pop(request_id, None)
+        if entry is not None:
+            entry.gone.set_result(None)
 
-    def load_features(self, request: Request, sequence: Sequence, index: int) -> None:
+    def load_features(self, answer: Answer, sequence: Sequence, index: int) -> None:
         """Decode a picture whose rows turned out to be in no cache; the loop hears of it."""
-        self._threads.submit(self._load_features, request, sequence, index)
+        self._threads.submit(self._load_features, answer, sequence, index)
 
     def refuse_all(self, error: EngineStopped) -> None:
         """Take no more requests."""
@@ -71,52 +83,47 @@ class Intake:
         """End every request that is being prepared, and take no more."""
         self.refuse_all(error)
         with self._lock:  # whatever is still being prepared finds itself gone from here
-            listeners = list(self._preparing.values())
+            entries = list(self._preparing.values())
             self._preparing.clear()
-        for request, on_event in listeners:
-            tell(request, on_event, error)
+        for entry in entries:
+            entry.gone.set_result(None)
+            tell(entry.request, entry.on_event, error)
 
     def close(self) -> None:
         """Wait for the preparing threads and end them."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _prepare(self, request: Request, on_event: OnEvent) -> None:
+    def _prepare(self, entry: "_Entry") -> None:
         """Turn a request into sequences, and hand them to the loop."""
-        if not self._is_preparing(request):
+        if entry.gone.done():
             return  # aborted in the queue: its pictures need no decoding
         try:
-            answer = self._answer(request, self._prompt(request), on_event)
+            answer = self._answer(entry, self._prompt(entry))
         except Exception as error:  # noqa: BLE001  # a fault here must cost this request alone
-            refusal = _refusal(error, request)
-            with self._lock:
-                wanted = self._leave(request)
-            if wanted:
-                tell(request, on_event, refusal)
+            if self._leave(entry):
+                tell(entry.request, entry.on_event, _refusal(error, entry.request))
             return
-        self._loop.post(lambda: self._hand_over(answer))
+        self._loop.post(lambda: self._hand_over(entry, answer))
 
-    def _hand_over(self, answer: Answer) -> None:
+    def _hand_over(self, entry: "_Entry", answer: Answer) -> None:
         """On the loop's thread."""
         with self._lock:  # at no moment is its id in neither place
-            wanted = self._leave(answer.request)
+            wanted = self._leave(entry)
             if wanted:
                 self._loop.enter(answer)
         if wanted:
             self._loop.start(answer)
 
-    def _is_preparing(self, request: Request) -> bool:
-        """False once the request was aborted, or ended with the engine."""
-        entry = self._preparing.get(request.id)
-        return entry is not None and entry[0] is request
+    def _leave(self, entry: "_Entry") -> bool:
+        """End a preparation; False when the request was aborted, or ended with the engine."""
+        with self._lock:
+            wanted = self._preparing.get(entry.request.id) is entry
+            if wanted:
+                del self._preparing[entry.request.id]
+            return wanted
 
-    def _leave(self, request: Request) -> bool:
-        """Under the lock: whether the request was still wanted."""
-        wanted = self._is_preparing(request)
-        if wanted:
-            del self._preparing[request.id]
-        return wanted
-
-    def _prompt(self, request: Request) -> Prompt:
+    def _prompt(self, entry: "_Entry") -> Prompt:
+        request = entry.request
         given = [request.messages, request.text, request.token_ids]
         if sum(value is not None for value in given) != 1:
             raise RequestError("give exactly one of messages, text and token_ids")
@@ -139,13 +146,14 @@ class Intake:
             max_pixels=request.max_pixels,
             mm_hashes=request.mm_hashes,
             salt=request.salt,
+            gone=entry.gone,
         )
         for item in items:  # refused here, before the loop could meet it
             parts.sizes.buckets.lane_patches(parts.packed_patches(item))
         return parts.preparer.prompt(ids, slots, items)
 
-    def _answer(self, request: Request, prompt: Prompt, on_event: OnEvent) -> Answer:
-        parts, params = self._parts, request.sampling
+    def _answer(self, entry: "_Entry", prompt: Prompt) -> Answer:
+        parts, request, params = self._parts, entry.request, entry.request.sampling
         parts.check_sampling(params)
         grammar = None if params.grammar is None else parts.grammars.compile(params.grammar)
         sequences = tuple(
@@ -165,13 +173,15 @@ class Intake:
         return Answer.start(
             request,
             sequences,
-            on_event,
+            entry.on_event,
             token_bytes=parts.tokenizer.token_bytes,
             special_ids=parts.tokenizer.special_ids,
             eos_ids=parts.eos_ids,
+            gone=entry.gone,
         )
 
-    def _load_features(self, request: Request, sequence: Sequence, index: int) -> None:
+    def _load_features(self, answer: Answer, sequence: Sequence, index: int) -> None:
+        request = answer.request
         item = sequence.prompt.items[index]
         try:
             features = self._parts.preparer.load_features(
@@ -180,6 +190,7 @@ class Intake:
                 min_pixels=request.min_pixels,
                 max_pixels=request.max_pixels,
                 salt=request.salt,
+                gone=answer.gone,
             )
         except Exception as error:  # noqa: BLE001  # as in _prepare
             failure = _refusal(error, request)

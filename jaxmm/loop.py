@@ -13,12 +13,12 @@ from jaxmm.dispatch import Dispatcher, Pending
 from jaxmm.errors import EngineStopped, GrammarError, JaxmmError
 from jaxmm.host.item import Item
 from jaxmm.host.sequence import Sequence, Status
-from jaxmm.request import Delta, Request
+from jaxmm.request import Delta
 from jaxmm.start import Parts
 
 _AHEAD = 1  # steps dispatched beyond the one whose tokens are read
 
-LoadFeatures = Callable[[Request, Sequence, int], None]
+LoadFeatures = Callable[[Answer, Sequence, int], None]
 """Asks for the features of an item, by its index; answered with `Loop.provide` or `Loop.fail`."""
 
 
@@ -71,8 +71,10 @@ class Loop:
 
     def abort(self, request_id: str) -> None:
         """Drop a request; an unknown id is no error."""
-        if self._answers.pop(request_id, None) is not None:
+        answer = self._answers.pop(request_id, None)
+        if answer is not None:
             self._scheduler.abort(request_id)
+            answer.gone.set_result(None)
             self._stalled = False
 
     def fail(self, sequence: Sequence, error: JaxmmError) -> None:
@@ -93,6 +95,7 @@ class Loop:
         answers = list(self._answers.values())
         self._answers.clear()
         for answer in answers:
+            answer.gone.set_result(None)
             self._tell(answer, error)
 
     def _take_inbox(self) -> None:
@@ -122,7 +125,7 @@ class Loop:
         dispatched = False
         if plan is not None:
             for sequence, index in plan.missing_features:
-                load_features(self._answers[sequence.request_id].request, sequence, index)
+                load_features(self._answers[sequence.request_id], sequence, index)
             if plan.num_tokens:
                 self._pending.append(self._dispatcher.dispatch(plan))
                 dispatched = True

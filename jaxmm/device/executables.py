@@ -22,6 +22,7 @@ import jaxlib.version
 from jax.experimental import serialize_executable
 from tqdm import tqdm
 
+import jaxmm.models
 from jaxmm.device.ledger import CompileLedger, CompileRecord
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ Key = tuple[str, int]
 """Step and size."""
 
 _DIGEST_BYTES = 32
-_TRACED = ("jaxmm/device", "jaxmm/models", "jaxmm/host/batch.py", "kernels_pallas")
+_TRACED = ("jaxmm/device", "jaxmm/host/batch.py", "kernels_pallas")
 
 
 class Executables:
@@ -131,7 +132,8 @@ class Executables:
     def _path(self, key: Key) -> Path | None:
         if self._directory is None:
             return None
-        text = f"{key}|{self._fingerprint}|{_machine()}|{_source_digest()}"
+        source = _source_digest(tuple(jaxmm.models.__path__))
+        text = f"{key}|{self._fingerprint}|{_machine()}|{source}"
         return self._directory / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.exe"
 
 
@@ -190,13 +192,12 @@ def _processor() -> str:
 
 
 @functools.cache
-def _source_digest() -> str:
-    """Digest of all source that is traced."""
+def _source_digest(families: tuple[str, ...]) -> str:
+    """Digest of all source that is traced, the folders with model families among it."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
-    for name in _TRACED:
-        place = root / name
+    for place in [*(root / name for name in _TRACED), *map(Path, families)]:
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            digest.update(path.relative_to(root).as_posix().encode())
+            digest.update(path.relative_to(place.parent).as_posix().encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()

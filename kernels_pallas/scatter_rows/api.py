@@ -1,17 +1,64 @@
-"""Scatter rows: the op and its choice of implementation. Traced."""
+"""Scatter rows: the op, the arena's layouts, and its choice of implementation. Traced."""
 
 from typing import Literal
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int32
 
-Implementation = Literal["portable"]
+from kernels_pallas.scatter_rows import kernel, layout, write
+
+Implementation = Literal["portable", "pallas"]
+
+
+def row_shape(width: int, *, implementation: Implementation, levels: int = 1) -> tuple[int, ...]:
+    """Shape of one arena row: all axes of the arena but the first.
+
+    portable: [Z * D], the levels side by side; pallas: [Z, 4, J], each level a tile of its own
+    (`layout`).
+
+    Args:
+        width: D.
+        levels: Z, the embedding and deepstack's.
+    """
+    if implementation == "pallas":
+        return levels, layout.SUBLANES, layout.row_lanes(width)
+    return (levels * width,)
+
+
+def write_rows(
+    arena: Float[Array, "R ..."],
+    rows_MX: Float[Array, "M X"],
+    slot_M: Int32[Array, " M"],
+    *,
+    implementation: Implementation,
+) -> Float[Array, "R ..."]:
+    """Write new rows into the arena, in place where it is donated.
+
+    Args:
+        arena: Rows of `row_shape`.
+        rows_MX: All levels of a row side by side (X = Z * D).
+        slot_M: Where each row goes; no slot twice, but one that nobody reads.
+        implementation: "portable" for CPU and GPU, "pallas" for TPU.
+    """
+    rows_MX = rows_MX.astype(arena.dtype)
+    if implementation == "pallas":
+        levels = arena.shape[1]
+        rows_LD = rows_MX.reshape(rows_MX.shape[0] * levels, -1)
+        packed = layout.pack_rows(rows_LD).reshape(-1, *arena.shape[1:])
+        return write.write_rows(arena, packed, slot_M)
+
+    def write_one(m: Int32[Array, ""], arena: Array) -> Array:
+        return lax.dynamic_update_slice(
+            arena, lax.dynamic_slice_in_dim(rows_MX, m, 1), (slot_M[m], 0)
+        )
+
+    return lax.fori_loop(0, slot_M.shape[0], write_one, arena)
 
 
 def scatter_rows(
     text_TD: Float[Array, "T D"],
-    arena_RD: Float[Array, "R D"],
+    arena: Float[Array, "R ..."],
     row_T: Int32[Array, " T"],
     *,
     implementation: Implementation = "portable",
@@ -20,10 +67,14 @@ def scatter_rows(
 
     Args:
         text_TD: Embeddings of the step's ids.
-        arena_RD: The arena; rows of images that the step needs have been written.
+        arena: Rows of `row_shape`; rows of images that the step needs have been written.
         row_T: Arena row of each token, or -1.
-        implementation: "portable" for CPU and GPU.
+        implementation: "portable" for CPU and GPU, "pallas" for TPU.
+
+    Raises:
+        ValueError: "pallas" and shapes that the kernel cannot take.
     """
-    del implementation
-    picked_TD = arena_RD[jnp.maximum(row_T, 0)]  # -1 reads row 0; the next line discards it
+    if implementation == "pallas":
+        return kernel.scatter_rows(text_TD, arena, kernel.plan_rows(row_T))
+    picked_TD = arena[jnp.maximum(row_T, 0)]  # -1 reads row 0; the next line discards it
     return jnp.where(row_T[:, None] >= 0, picked_TD.astype(text_TD.dtype), text_TD)

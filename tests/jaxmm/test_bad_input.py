@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import queue
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -334,6 +336,27 @@ def test_pictures_of_requests_aborted_in_the_queue_are_not_decoded(on: Engine) -
     assert all(b.result() for b in busy)
     ask(on, request(turn("a")))  # after all of them
     assert media_map.num_misses == before
+
+
+def test_decode_that_runs_for_an_aborted_request_holds_nothing_up() -> None:
+    with make_engine("qwen2_vl") as mine:
+        decoder = mine._parts.decoder
+        worker = decoder._idle.get(timeout=10)
+        decoder._idle.put(worker)
+        os.kill(worker._process.pid, signal.SIGSTOP)  # as good as a picture that takes for ever
+        stuck = [request(ASK, [png(picture(60 + i, 60, i))]) for i in range(5)]
+        for one in stuck:  # one more than there are preparing threads
+            mine.submit(one, lambda event: None)
+        while mine._parts.decodes.num_running < 4:
+            time.sleep(0.001)
+        for one in stuck:
+            mine.abort(one.id)
+        assert mine._parts.decodes.num_running == 0
+        [text] = ask(mine, request(turn("a")))  # a preparing thread is free at once
+        assert text.finish_reason == "length"
+        [seen] = ask(mine, request(ASK, [PICTURE]))  # and a worker after a second
+        assert seen.usage.image_tokens > 0
+        assert worker._process.poll() is not None
 
 
 def test_id_in_use(on: Engine) -> None:

@@ -50,8 +50,8 @@ def held(on: Engine) -> dict[str, Any]:
             "steps": len(on._loop._pending),
             "inbox": on._loop._inbox.qsize(),
             "known files": len(parts.media_map),
-            "decodes": len(parts.preparer._on_their_way),
-            "features": len(parts.preparer._held),
+            "decodes": parts.decodes.num_running,
+            "features": parts.decodes.num_held,
             "threads": threading.active_count(),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "shared maps": Path("/proc/self/maps").read_text().count("jaxmm-decode"),
@@ -63,7 +63,7 @@ def held(on: Engine) -> dict[str, Any]:
 def quiet(on: Engine) -> dict[str, Any]:
     """What an idle engine with empty caches holds."""
     deadline = time.monotonic() + 60
-    while on.scheduler.has_work or on._intake._preparing or on._parts.preparer._on_their_way:
+    while on.scheduler.has_work or on._intake._preparing or on._parts.decodes.num_running:
         assert time.monotonic() < deadline, "work is left"
         time.sleep(0.01)
     on.flush_caches()

@@ -1,0 +1,3 @@
+"""Qwen2-VL. Host only."""
+
+MODEL_TYPES = ("qwen2_vl",)

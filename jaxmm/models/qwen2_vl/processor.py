@@ -98,18 +98,9 @@ class ImageProcessor:
 
     @functools.cached_property
     def max_patches(self) -> int:
-        """Patches that no picture exceeds, whatever its shape.
-
-        Rounding up, and sides that cannot shrink below one unit, may pass `max_pixels`. With
-        r = MAX_ASPECT and u = unit: a side held at u leaves the other at most sqrt(r * max);
-        enlarging to m = min adds less than u to each side, and the sides sum to at most
-        sqrt(m) * (sqrt(r) + 1 / sqrt(r)).
-        """
-        u, root = self.unit, math.sqrt(MAX_ASPECT)
-        held = u * math.sqrt(self.max_pixels) * root
-        enlarged = self.min_pixels + u * math.sqrt(self.min_pixels) * (root + 1 / root) + u * u
-        area = max(self.max_pixels, math.ceil(held), math.ceil(enlarged))
-        return area // u**2 * self.merge_size**2
+        """Patches that no picture exceeds, whatever its shape."""
+        area = largest_area(self.unit, self.min_pixels, self.max_pixels)
+        return area // self.unit**2 * self.merge_size**2
 
     @functools.cached_property
     def fingerprint(self) -> bytes:
@@ -236,6 +227,20 @@ class ImageProcessor:
                 f"the picture becomes {num_patches} patches; the limit is {self.max_patches}. "
                 "Ask for fewer with a lower min_pixels."
             )
+
+
+def largest_area(unit: int, min_pixels: int, max_pixels: int) -> int:
+    """Pixels that no picture exceeds after resizing, whatever its shape.
+
+    Rounding up, and sides that cannot shrink below one unit, may pass `max_pixels`. With
+    r = MAX_ASPECT and u = unit: a side held at u leaves the other at most sqrt(r * max);
+    enlarging to m = min adds less than u to each side, and the sides sum to at most
+    sqrt(m) * (sqrt(r) + 1 / sqrt(r)).
+    """
+    root = math.sqrt(MAX_ASPECT)
+    held = unit * math.sqrt(max_pixels) * root
+    enlarged = min_pixels + unit * math.sqrt(min_pixels) * (root + 1 / root) + unit * unit
+    return max(max_pixels, math.ceil(held), math.ceil(enlarged))
 
 
 _TABLES = (("preprocessor_config.json", ""), ("processor_config.json", "image_processor"))

@@ -9,9 +9,9 @@ import pytest
 import transformers
 
 from jaxmm.errors import ModelError
-from jaxmm.models import FAMILIES, family_module, read_config
+from jaxmm.models import family_module, read_config
 from jaxmm.models.config import ModelConfig
-from tests.checkpoints import Family, checkpoint
+from tests.checkpoints import FAMILIES, Family, checkpoint
 
 
 @pytest.fixture(params=FAMILIES)
@@ -131,7 +131,7 @@ def test_config_is_a_static_argument(family: Family) -> None:
 
 def test_unknown_family_is_refused_with_those_there_are(tmp_path: Path) -> None:
     write(tmp_path, {"model_type": "llava"})
-    with pytest.raises(ModelError, match=r"'llava' is not one .*: qwen2_vl, qwen2_5_vl"):
+    with pytest.raises(ModelError, match=r"'llava' is not one .*: qwen2_5_vl, qwen2_vl"):
         read_config(tmp_path)
     with pytest.raises(ModelError, match="'gpt' is not one"):
         family_module("gpt", "config")
