@@ -1,8 +1,8 @@
-"""POST /v1/chat/completions: the road of one request through the server. Host only."""
+"""The road of one request for an answer through the server. Host only."""
 
 import asyncio
 import logging
-import uuid
+import weakref
 from collections.abc import AsyncIterator
 
 from starlette.requests import ClientDisconnect, Request
@@ -11,69 +11,78 @@ from starlette.types import Receive, Scope, Send
 
 from jaxmm.errors import JaxmmError
 from jaxmm.request import Delta
-from serving.answers import AnswerWriter, event
+from jaxmm.request import Request as EngineRequest
+from serving.answers import Writer, event
+from serving.ask import Ask, Endpoint
 from serving.config import ServerConfig
-from serving.engine import ServedEngine
 from serving.errors import BodyTooLarge, ClientGone, ServerClosing, UnknownModel, error_body
 from serving.fetch import Fetcher
-from serving.protocol import parse_chat_request
-from serving.translate import image_urls, to_request
-from serving.worker import CLOSING, Pump, while_connected
+from serving.worker import CLOSING, Pump, Streams, while_connected
 
 logger = logging.getLogger(__name__)
 
 
 class Completions:
-    """Answers chat requests with one engine."""
+    """Answers requests with one engine."""
 
     def __init__(
-        self, engine: ServedEngine, fetcher: Fetcher, config: ServerConfig, model: str
+        self,
+        engine: Streams,
+        fetcher: Fetcher,
+        config: ServerConfig,
+        model: str,
     ) -> None:
         """Take the parts that it needs; `model` is the name that requests use."""
         self._engine = engine
         self._fetcher = fetcher
         self._config = config
         self._model = model
-        self._vocab_size = engine.tokenizer.vocab_size
-        self._token_bytes = engine.tokenizer.token_bytes
+        self._running: weakref.WeakValueDictionary[str, Pump] = weakref.WeakValueDictionary()
 
-    async def answer(self, http: Request) -> Response:
+    async def answer(self, http: Request, endpoint: Endpoint) -> Response:
         """Answer one HTTP request.
 
         Raises:
             JaxmmError: Nothing has been sent yet; the error is the answer.
         """
-        chat = parse_chat_request(await read_body(http, self._config.max_request_bytes))
-        if chat.model not in (None, self._model):
-            raise UnknownModel(f"the model served here is {self._model!r}; see GET /v1/models")
-        pictures = await while_connected(http.receive, self._fetcher.fetch_all(image_urls(chat)))
-        request = to_request(
-            chat,
-            pictures,
-            request_id=f"chatcmpl-{uuid.uuid4().hex}",
-            vocab_size=self._vocab_size,
-            default_max_tokens=self._config.default_max_tokens,
-        )
-        writer = AnswerWriter(
-            chat, answer_id=request.id, model=self._model, token_bytes=self._token_bytes
-        )
-        logger.info("begin answer=%s request=%s", request.id, http.state.request_id)
-        pump = Pump(self._engine, request, self._config.deadline_seconds)
+        ask, requests = await self.prepare(http, endpoint)
+        logger.info("begin answer=%s request=%s", ask.id, http.state.request_id)
+        pump = Pump(self._engine, requests, self._config.deadline_seconds)
+        self._running[ask.id] = pump
         try:
-            if chat.stream:
+            if ask.stream:
                 first = await while_connected(http.receive, _next(pump))
-                return EventStream(pump, first, writer)
+                return EventStream(pump, first, ask.writer)
             deltas = await while_connected(http.receive, _all(pump))
         except BaseException:
             await pump.aclose()
             raise
-        return Response(writer.whole(deltas), media_type="application/json")
+        return Response(ask.writer.whole(deltas), media_type="application/json")
+
+    async def prepare(
+        self, http: Request, endpoint: Endpoint
+    ) -> tuple[Ask, tuple[EngineRequest, ...]]:
+        """Read a body and get its pictures.
+
+        Raises:
+            JaxmmError: It cannot be served.
+        """
+        ask = endpoint.read(await read_body(http, self._config.max_request_bytes))
+        if ask.model not in (None, self._model):
+            raise UnknownModel(f"the model served here is {self._model!r}; see GET /v1/models")
+        pictures = await while_connected(http.receive, self._fetcher.fetch_all(ask.urls))
+        return ask, ask.requests(pictures)
+
+    def abort(self, answer_id: str) -> bool:
+        """End an answer that is being made; False if there is none of that id."""
+        pump = self._running.get(answer_id)
+        return pump is not None and pump.abort()
 
 
 class EventStream(Response):
     """Sends an answer as server-sent events; the request is aborted if the client goes away."""
 
-    def __init__(self, pump: Pump, first: Delta, writer: AnswerWriter) -> None:
+    def __init__(self, pump: Pump, first: Delta, writer: Writer) -> None:
         """Take over the pump, of which `first` has been read already."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]

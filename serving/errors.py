@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from jaxmm.errors import (
     EngineStopped,
+    GrammarError,
     JaxmmError,
     MediaError,
     MediaTooLarge,
@@ -43,6 +44,10 @@ class ClientGone(JaxmmError, ConnectionError):
     """The client closed the connection; nobody will read the answer."""
 
 
+class Aborted(JaxmmError, RuntimeError):
+    """The request was ended by POST /abort."""
+
+
 class ServerClosing(EngineStopped):
     """The server ends, and the time that it gives to running requests is over."""
 
@@ -66,6 +71,8 @@ ANSWERS: dict[type[JaxmmError], Answer] = {
     PlaceholderError: Answer(400, "invalid_request_error", "image_count_mismatch"),
     PromptTooLong: Answer(400, "invalid_request_error", "context_length_exceeded"),
     SamplingError: Answer(400, "invalid_request_error", "invalid_sampling"),
+    GrammarError: Answer(400, "invalid_request_error", "invalid_grammar"),
+    Aborted: Answer(409, "client_error", "aborted"),
     ClientGone: Answer(499, "client_error", "client_gone"),
     Overloaded: Answer(503, "overloaded_error", "overloaded"),
     EngineStopped: Answer(503, "overloaded_error", "engine_stopped"),
