@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxmm.engine import Engine
     from jaxmm.errors import JaxmmError
     from jaxmm.host.grammar import json_grammar
-    from jaxmm.request import Completion, Delta, Request, Result, SamplingParams, Usage
+    from jaxmm.request import Completion, Delta, Embeddings, Request, Result, SamplingParams, Usage
     from jaxmm.start import default_model
 
 __version__ = "0.1.0"
@@ -30,6 +30,7 @@ _HOMES = {
     "json_grammar": "jaxmm.host.grammar",
     "Completion": "jaxmm.request",
     "Delta": "jaxmm.request",
+    "Embeddings": "jaxmm.request",
     "Request": "jaxmm.request",
     "Result": "jaxmm.request",
     "SamplingParams": "jaxmm.request",
@@ -40,6 +41,7 @@ _HOMES = {
 __all__ = [
     "Completion",
     "Delta",
+    "Embeddings",
     "Engine",
     "EngineConfig",
     "JaxmmError",
