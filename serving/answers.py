@@ -1,4 +1,4 @@
-"""What all answers are made of: events, usage, log-probabilities, and who writes them. Host only."""
+"""What all answers are made of: events, usage, log-probabilities. Host only."""
 
 import time
 from collections.abc import Iterable, Sequence

@@ -32,6 +32,10 @@ class UnknownModel(RequestError):
     """A model name that is not served here."""
 
 
+class UnknownAnswer(RequestError):
+    """An answer's id that is not in use."""
+
+
 class FetchError(MediaError):
     """A picture that could not be had from its URL."""
 
@@ -65,6 +69,7 @@ ANSWERS: dict[type[JaxmmError], Answer] = {
     BadBody: Answer(400, "invalid_request_error", "invalid_body"),
     BodyTooLarge: Answer(413, "invalid_request_error", "body_too_large"),
     UnknownModel: Answer(404, "invalid_request_error", "model_not_found"),
+    UnknownAnswer: Answer(404, "invalid_request_error", "answer_not_found"),
     MediaError: Answer(400, "invalid_request_error", "invalid_image"),
     MediaTooLarge: Answer(400, "invalid_request_error", "image_too_large"),
     FetchError: Answer(400, "invalid_request_error", "image_fetch_failed"),

@@ -88,10 +88,12 @@ def offered_tools(chat: "ChatRequest") -> list[dict[str, Any]]:
     """Tools that the prompt tells of, as chat templates take them; none with `none`."""
     if chat.tool_choice == "none":
         return []
-    return [
-        {"type": tool.type, "function": _given(tool.function.model_dump())}
-        for tool in chat.tools or ()
-    ]
+    return tool_dicts(chat.tools or ())
+
+
+def tool_dicts(tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:
+    """Tools as chat templates take them."""
+    return [{"type": tool.type, "function": _given(tool.function.model_dump())} for tool in tools]
 
 
 def grammar_of(chat: "ChatRequest") -> str | None:

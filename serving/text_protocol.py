@@ -45,13 +45,12 @@ class CompletionRequest(SamplingFields):
         return self
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> tuple[str | list[int], ...]:
         """All prompts, one or several."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]  # the first says what all are
-        return self.prompt  # type: ignore[return-value]
+        one: list[int] = [i for i in self.prompt if isinstance(i, int)]
+        if isinstance(self.prompt, str) or one:
+            return (one or str(self.prompt),)
+        return tuple(p for p in self.prompt if not isinstance(p, int))
 
 
 def parse_completion_request(body: bytes) -> CompletionRequest:

@@ -1,6 +1,6 @@
 """From a chat request to the engine's. Host only."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxmm.request import Request
@@ -13,9 +13,14 @@ from serving.structured import grammar_of, offered_tools
 
 def image_urls(chat: ChatRequest) -> dict[str, str]:
     """Place of each picture in the body, to its URL, in the order of the prompt."""
+    return urls_in(chat.messages)
+
+
+def urls_in(messages: Sequence[Message]) -> dict[str, str]:
+    """The same, of messages."""
     return {
         f"messages[{i}].content[{j}].image_url": part.image_url.url
-        for i, message in enumerate(chat.messages)
+        for i, message in enumerate(messages)
         if isinstance(message.content, list)
         for j, part in enumerate(message.content)
         if part.image_url is not None
@@ -43,7 +48,7 @@ def to_request(
     """
     return Request(
         id=request_id,
-        messages=[_message(message) for message in chat.messages],
+        messages=[message_of(message) for message in chat.messages],
         tools=offered_tools(chat),
         images=tuple(pictures[where] for where in image_urls(chat)),
         sampling=to_sampling(
@@ -60,7 +65,8 @@ def to_request(
     )
 
 
-def _message(message: Message) -> dict[str, Any]:
+def message_of(message: Message) -> dict[str, Any]:
+    """A message as the engine takes it."""
     role = "system" if message.role == "developer" else message.role
     turn: dict[str, Any] = {"role": role, "content": message.content}
     if isinstance(message.content, list):

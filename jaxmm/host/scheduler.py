@@ -52,6 +52,8 @@ class SchedulerCounters:
     """Of sequences admitted, each counted once."""
     cached_tokens: int = 0
     """Of `prompt_tokens`, read from the prefix cache."""
+    output_tokens: int = 0
+    """Sampled and read."""
     retracts: int = 0
     finished: int = 0
     aborted: int = 0
@@ -148,6 +150,7 @@ class Scheduler:
         assert sequence.status is not Status.FINISHED, "a finished sequence gets no tokens"
         assert len(sequence.output_ids) < sequence.num_sampled, "no plan sampled this token"
         sequence.output_ids.append(token_id)
+        self.counters.output_tokens += 1
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence, running or not, and take back everything it holds, at once."""
