@@ -180,7 +180,8 @@ class EngineConfig:
     """Everything that the engine can be told."""
 
     model: str = ""
-    """Directory of a Hugging Face checkpoint; empty: the small model that jaxmm ships."""
+    """Directory of a Hugging Face checkpoint, or what `jaxmm convert` wrote there or at a gs://
+    address; empty: the small model that jaxmm ships."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and KV; auto: float32 on CPU, bfloat16 elsewhere."""
     kernels: Literal["auto", "pallas", "portable"] = "auto"

@@ -59,6 +59,16 @@ class Engine:
         """The loop runs."""
         return self._thread.is_alive() and self._failure is None
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the loop, if something did."""
+        return self._failure
+
+    @property
+    def turn_seconds(self) -> float:
+        """How long the turn of the loop in progress takes already; 0 between turns."""
+        return self._loop.turn_seconds
+
     def submit(self, request: Request, on_event: OnEvent) -> None:
         """Start a request.
 
@@ -141,6 +151,15 @@ class Engine:
             if not self.healthy:
                 raise self._stopped()
 
+    def give_up(self, reason: str) -> None:
+        """End all requests although the loop's thread does not come back, as from a hung device.
+
+        The engine is not healthy any more; its thread and memory go with the process.
+        """
+        self._failure = EngineStopped(reason)
+        self._intake.end_all(self._stopped())
+        self._loop.end_all(self._stopped())
+
     def close(self) -> None:
         """End all requests with EngineStopped and free what the engine holds."""
         with self._closing:
@@ -170,7 +189,7 @@ class Engine:
         try:
             self._loop.run(self._intake.load_features)
         except BaseException as error:  # told to every caller
-            self._failure = error
+            self._failure = self._failure or error
             logger.exception("engine loop ended")
         finally:
             self._intake.end_all(self._stopped())

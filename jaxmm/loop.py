@@ -5,6 +5,7 @@ never waits for Python; the device itself feeds each sampled token to the next s
 """
 
 import queue
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -34,6 +35,7 @@ class Loop:
         self._pending: deque[Pending] = deque()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stop = False
+        self._turn_began: float | None = None
         self._stalled = False  # the last plan had nothing to compute; nothing has changed since
 
     def post(self, action: Callable[[], None]) -> None:
@@ -49,11 +51,19 @@ class Loop:
         """Whether the request has entered and not ended."""
         return request_id in self._answers
 
+    @property
+    def turn_seconds(self) -> float:
+        """How long the turn in progress takes already; 0 between turns. For any thread."""
+        began = self._turn_began
+        return 0.0 if began is None else time.monotonic() - began
+
     def run(self, load_features: LoadFeatures) -> None:
         """Serve until `stop`."""
         while not self._stop:
             self._take_inbox()
+            self._turn_began = time.monotonic()
             self._turn(load_features)
+            self._turn_began = None
 
     def enter(self, answer: Answer) -> None:
         """Note a request; `start` follows."""

@@ -38,11 +38,16 @@ from jaxmm.host.scheduler import Scheduler
 from jaxmm.models import family_module, has_module, read_config
 from jaxmm.models.auto_processor import AutoImageProcessor
 from jaxmm.models.config import ModelConfig
-from jaxmm.models.loading import load_params
+from jaxmm.models.converted import is_converted, restore_params
+from jaxmm.models.loading import place_params
+from jaxmm.models.remote import fetch_small_files, is_remote
 from jaxmm.request import SamplingParams
 from jaxmm.sizes import CPU_MAX_PIXELS, Sizes, describe, host_memory_bytes, settle_sizes
 
 logger = logging.getLogger(__name__)
+
+_COPIES = Path("~/.cache/jaxmm/models")
+"""Small files of models at gs:// addresses."""
 
 
 @dataclass(slots=True)
@@ -211,7 +216,11 @@ def build_parts(config: EngineConfig) -> Parts:
 def _load_weights(
     config: EngineConfig, model: ModelConfig, directory: Path, dtype: Any, runner: Runner
 ) -> Any:
-    return load_params(directory, model, dtype, runner.put_param, progress=config.progress)
+    if is_converted(directory):
+        return restore_params(
+            directory, model, dtype, runner.param_sharding, progress=config.progress
+        )
+    return place_params(directory, model, dtype, runner.place_param, progress=config.progress)
 
 
 def _load_tokenizer(model: ModelConfig, directory: Path) -> tuple[ChatTokenizer, Grammars]:
@@ -293,10 +302,13 @@ def model_directory(config: EngineConfig) -> Path:
     if not config.model:
         logger.info("no model named, serving the small one that jaxmm ships")
         return default_model()
+    if is_remote(config.model):
+        return fetch_small_files(config.model, _COPIES.expanduser())
     directory = Path(config.model).expanduser()
     if not directory.is_dir():
         raise ModelError(
-            f"model {config.model!r} is not a directory; give the path of a Hugging Face checkpoint"
+            f"model {config.model!r} is not a directory; give the path of a Hugging Face "
+            "checkpoint, or a gs:// address that jaxmm convert has written to"
         )
     return directory
 

@@ -1,5 +1,6 @@
 """The HTTP server's routes: OpenAI's, jaxmm's own, and its state. Host only."""
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from starlette.responses import Response
 
 from jaxmm import __version__
 from jaxmm.errors import JaxmmError
+from serving.admission import Admission
 from serving.answer_models import (
     ChatAnswer,
     GenerateAnswer,
@@ -30,9 +32,10 @@ from serving.chat import ChatEndpoint
 from serving.completions import Completions
 from serving.config import ServerConfig
 from serving.engine import ServedEngine
-from serving.errors import UnknownModel, answer_for, error_body
+from serving.errors import UnknownModel, answer_for
 from serving.fetch import Fetcher
 from serving.generate import GenerateEndpoint
+from serving.lag import LagProbe
 from serving.metrics import CONTENT_TYPE, Metrics
 from serving.native import Native
 from serving.native_protocol import (
@@ -44,9 +47,12 @@ from serving.native_protocol import (
 from serving.open_requests import OpenRequests
 from serving.openapi import body, describe, responses
 from serving.protocol import ChatRequest
+from serving.refusals import refusal
 from serving.request_id import RequestIds
+from serving.tenants import Keys, read_keys
 from serving.text_completions import TextEndpoint
 from serving.text_protocol import CompletionRequest
+from serving.tracing import Traced, Traces
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +70,8 @@ _METRICS: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"t
 
 def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
     """Make the ASGI application around a running engine; the caller closes the engine."""
+    traces = Traces(config.trace_endpoint) if config.trace_endpoint else None
+    tenants = read_keys(config.api_keys, config.api_key_file)
     fetcher = Fetcher(
         config.fetch,
         max_bytes=config.engine.media.max_bytes,
@@ -75,11 +83,22 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        probing = asyncio.create_task(app.state.lag.run())
         yield
+        probing.cancel()
         await fetcher.aclose()
+        if traces is not None:
+            await traces.aclose()
 
     app = FastAPI(title="jaxmm", version=__version__, lifespan=lifespan)
+    app.state.draining = False
+    app.state.lag = LagProbe()
+    # the last is the outermost: named, then let in by its key, then admitted
+    app.add_middleware(Admission, config=config)
+    app.add_middleware(Keys, tenants=tenants)
     app.add_middleware(RequestIds)
+    if traces is not None:
+        app.add_middleware(Traced, traces=traces)
     app.add_middleware(OpenRequests)
     app.add_exception_handler(JaxmmError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
@@ -93,7 +112,7 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
         ),
     )
     _add_answers(app, completions, served)
-    _add_native(app, Native(engine, completions, served, config.max_request_bytes))
+    _add_native(app, Native(engine, completions, served))
     _add_state(app, engine, metrics, name)
     describe(app, *BODIES)
     return app
@@ -208,7 +227,7 @@ def _add_state(app: FastAPI, engine: ServedEngine, metrics: Metrics, name: str) 
     @app.get("/ready", response_model=None, responses=_HEALTH)
     async def ready() -> Response:
         """Say whether new requests should be sent here: 200 or 503."""
-        state = "ready" if engine.healthy else "stopped"
+        state = "stopped" if not engine.healthy else "draining" if app.state.draining else "ready"
         return _json({"status": state}, 200 if state == "ready" else 503)
 
     @app.get("/metrics", response_model=None, responses=_METRICS)
@@ -218,11 +237,9 @@ def _add_state(app: FastAPI, engine: ServedEngine, metrics: Metrics, name: str) 
 
 
 async def _answer_error(http: Request, error: Exception) -> Response:
-    answer = answer_for(error)
-    headers = {"retry-after": "1"} if answer.status == 503 else None
-    if answer.status == 500:
+    if answer_for(error).status == 500:
         logger.error("internal error request=%s", http.state.request_id, exc_info=error)
-    return _json(error_body(error), answer.status, headers)
+    return refusal(error)
 
 
 async def _answer_http_error(http: Request, error: Exception) -> Response:

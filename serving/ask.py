@@ -42,7 +42,7 @@ class Ask:
 class Endpoint(Protocol):
     """Reads the bodies of one path."""
 
-    def read(self, body: bytes) -> Ask:
+    def read(self, body: bytes | bytearray) -> Ask:
         """Read and check a body.
 
         Raises:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import weakref
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -15,8 +16,11 @@ from jaxmm.request import Request as EngineRequest
 from serving.answers import Writer, event
 from serving.ask import Ask, Endpoint
 from serving.config import ServerConfig
-from serving.errors import BodyTooLarge, ClientGone, ServerClosing, UnknownModel, error_body
+from serving.errors import ClientGone, ServerClosing, UnknownModel, error_body
 from serving.fetch import Fetcher
+from serving.tenants import Tenant
+from serving.tracing import stage
+from serving.translate import check_num_pictures
 from serving.worker import CLOSING, Pump, Streams, while_connected
 
 logger = logging.getLogger(__name__)
@@ -37,7 +41,9 @@ class Completions:
         self._fetcher = fetcher
         self._config = config
         self._model = model
-        self._running: weakref.WeakValueDictionary[str, Pump] = weakref.WeakValueDictionary()
+        self._running: weakref.WeakValueDictionary[tuple[Tenant, str], Pump] = (
+            weakref.WeakValueDictionary()
+        )
 
     async def answer(self, http: Request, endpoint: Endpoint) -> Response:
         """Answer one HTTP request.
@@ -48,12 +54,13 @@ class Completions:
         ask, requests = await self.prepare(http, endpoint)
         logger.info("begin answer=%s request=%s", ask.id, http.state.request_id)
         pump = Pump(self._engine, requests, self._config.deadline_seconds)
-        self._running[ask.id] = pump
+        self._running[http.state.tenant, ask.id] = pump
         try:
-            if ask.stream:
+            with stage("first token"):
                 first = await while_connected(http.receive, _next(pump))
+            if ask.stream:
                 return EventStream(pump, first, ask.writer)
-            deltas = await while_connected(http.receive, _all(pump))
+            deltas = [first, *await while_connected(http.receive, _all(pump))]
         except BaseException:
             await pump.aclose()
             raise
@@ -67,15 +74,21 @@ class Completions:
         Raises:
             JaxmmError: It cannot be served.
         """
-        ask = endpoint.read(await read_body(http, self._config.max_request_bytes))
+        with stage("receive"):
+            ask = endpoint.read(await read_body(http))
         if ask.model not in (None, self._model):
             raise UnknownModel(f"the model served here is {self._model!r}; see GET /v1/models")
-        pictures = await while_connected(http.receive, self._fetcher.fetch_all(ask.urls))
-        return ask, ask.requests(pictures)
+        check_num_pictures(len(ask.urls), self._config.engine.media.max_items)
+        with stage("fetch", images=len(ask.urls)):
+            fetching = self._fetcher.fetch_all(ask.urls, http.state.share.take)
+            pictures = await while_connected(http.receive, fetching)
+        tenant: Tenant = http.state.tenant
+        requests = ask.requests(pictures)
+        return ask, tuple(replace(r, salt=tenant.salt(r.salt)) for r in requests)
 
-    def abort(self, answer_id: str) -> bool:
-        """End an answer that is being made; False if there is none of that id."""
-        pump = self._running.get(answer_id)
+    def abort(self, tenant: Tenant, answer_id: str) -> bool:
+        """End a tenant's answer that is being made; False if there is none of that id."""
+        pump = self._running.get((tenant, answer_id))
         return pump is not None and pump.abort()
 
 
@@ -121,27 +134,19 @@ class EventStream(Response):
             yield self._writer.last_chunks()
 
 
-async def read_body(http: Request, max_bytes: int) -> bytes:
-    """Read a request's body, no more than the limit.
+async def read_body(http: Request) -> bytearray:
+    """Read a request's body; `admission` holds it to its limits.
 
     Raises:
-        BodyTooLarge: It is longer, or says so.
         ClientGone: The client closed the connection before its end.
     """
-    declared = http.headers.get("content-length", "0")
-    size = int(declared) if declared.isdecimal() else 0
     body = bytearray()
     try:
         async for chunk in http.stream():
-            size = max(size, len(body) + len(chunk))
-            if size > max_bytes:
-                break
             body += chunk
     except ClientDisconnect:
         raise ClientGone("the client closed the connection") from None
-    if size > max_bytes:
-        raise BodyTooLarge(f"the body is larger than the limit of {max_bytes} bytes")
-    return bytes(body)
+    return body
 
 
 async def _next(pump: Pump) -> Delta:

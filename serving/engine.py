@@ -21,6 +21,15 @@ class ServedEngine(Protocol):
     def tokenizer(self) -> ChatTokenizer: ...
     @property
     def healthy(self) -> bool: ...
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the loop, if something did."""
+        ...
+
+    @property
+    def turn_seconds(self) -> float:
+        """How long the step in progress takes already; 0 between steps."""
+        ...
 
     def astream(self, request: Request) -> AsyncIterator[Delta]:
         """Answer one request; cancelling the iteration aborts it."""
@@ -36,6 +45,10 @@ class ServedEngine(Protocol):
 
     def flush_caches(self) -> None:
         """Forget what no running request uses; blocks until it is done."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """End every request with EngineStopped, for a loop that does not come back."""
         ...
 
     def close(self) -> None: ...
@@ -61,3 +74,15 @@ def describe_buckets(config: EngineConfig) -> str:
     from jaxmm import start  # brings jax
 
     return start.describe_buckets(config)
+
+
+def convert_model(model: str, out: str, dtype: str, *, progress: bool) -> None:
+    """Write a checkpoint in Orbax's form.
+
+    Raises:
+        ModelError: The checkpoint cannot be loaded, or there is something at `out`.
+    """
+    from jaxmm import start  # brings jax
+    from jaxmm.models.converted import convert
+
+    convert(start.model_directory(EngineConfig(model=model)), out, dtype, progress=progress)

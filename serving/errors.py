@@ -28,6 +28,14 @@ class BodyTooLarge(RequestError):
     """A request body beyond `max_request_bytes`."""
 
 
+class BodyTooSlow(RequestError):
+    """A request body that does not come within `receive_seconds`."""
+
+
+class Unauthorized(RequestError):
+    """A request without an API key that is known here."""
+
+
 class UnknownModel(RequestError):
     """A model name that is not served here."""
 
@@ -68,6 +76,8 @@ ANSWERS: dict[type[JaxmmError], Answer] = {
     RequestError: Answer(400, "invalid_request_error"),
     BadBody: Answer(400, "invalid_request_error", "invalid_body"),
     BodyTooLarge: Answer(413, "invalid_request_error", "body_too_large"),
+    BodyTooSlow: Answer(408, "invalid_request_error", "body_too_slow"),
+    Unauthorized: Answer(401, "authentication_error", "invalid_api_key"),
     UnknownModel: Answer(404, "invalid_request_error", "model_not_found"),
     UnknownAnswer: Answer(404, "invalid_request_error", "answer_not_found"),
     MediaError: Answer(400, "invalid_request_error", "invalid_image"),
@@ -79,7 +89,7 @@ ANSWERS: dict[type[JaxmmError], Answer] = {
     GrammarError: Answer(400, "invalid_request_error", "invalid_grammar"),
     Aborted: Answer(409, "client_error", "aborted"),
     ClientGone: Answer(499, "client_error", "client_gone"),
-    Overloaded: Answer(503, "overloaded_error", "overloaded"),
+    Overloaded: Answer(429, "overloaded_error", "overloaded"),
     EngineStopped: Answer(503, "overloaded_error", "engine_stopped"),
     DeadlineExceeded: Answer(504, "timeout_error", "deadline_exceeded"),
     JaxmmError: Answer(500, "server_error", "internal_error"),

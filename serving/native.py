@@ -22,25 +22,22 @@ from serving.translate import message_of
 class Native:
     """Answers what is no answer of the model."""
 
-    def __init__(
-        self, engine: ServedEngine, completions: Completions, served: Served, max_bytes: int
-    ) -> None:
-        """Take the parts that it needs; `max_bytes` bounds a body."""
+    def __init__(self, engine: ServedEngine, completions: Completions, served: Served) -> None:
+        """Take the parts that it needs."""
         self._engine = engine
         self._completions = completions
         self._tokenizer = served.tokenizer
-        self._max_bytes = max_bytes
         self._plans = _PlanEndpoint(served)
 
     async def tokenize(self, http: Request) -> dict[str, Any]:
         """Ids of a text or a conversation; an image is one placeholder id, however large."""
-        asked = parse(TokenizeRequest, await read_body(http, self._max_bytes))
+        asked = parse(TokenizeRequest, await read_body(http))
         ids = await asyncio.to_thread(self._encode, asked)
         return {"token_ids": ids, "count": len(ids)}
 
     async def detokenize(self, http: Request) -> dict[str, Any]:
         """Text of ids; what is no UTF-8 becomes U+FFFD, ids beyond the vocabulary nothing."""
-        asked = parse(DetokenizeRequest, await read_body(http, self._max_bytes))
+        asked = parse(DetokenizeRequest, await read_body(http))
         hidden = self._tokenizer.special_ids if asked.skip_special_tokens else frozenset[int]()
         detokenizer = Detokenizer(self._tokenizer.token_bytes, hidden)
         return {"text": detokenizer.push(asked.token_ids)[0] + detokenizer.finish()}
@@ -57,8 +54,8 @@ class Native:
 
     async def abort(self, http: Request) -> dict[str, Any]:
         """End an answer that is being made; its own client gets an error that says so."""
-        asked = parse(AbortRequest, await read_body(http, self._max_bytes))
-        if not self._completions.abort(asked.id):
+        asked = parse(AbortRequest, await read_body(http))
+        if not self._completions.abort(http.state.tenant, asked.id):
             raise UnknownAnswer("no answer of this id is being made")
         return {"status": "ok"}
 
@@ -76,6 +73,6 @@ class _PlanEndpoint:
     def __init__(self, served: Served) -> None:
         self._chat, self._generate = ChatEndpoint(served), GenerateEndpoint(served)
 
-    def read(self, body: bytes) -> Any:
+    def read(self, body: bytes | bytearray) -> Any:
         is_chat = "messages" in read_object(body)
         return (self._chat if is_chat else self._generate).read(body)

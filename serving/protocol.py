@@ -111,7 +111,7 @@ class ChatRequest(SamplingFields):
     """Hex hash of each picture, a hint for routers and caches."""
 
 
-def parse_chat_request(body: bytes) -> ChatRequest:
+def parse_chat_request(body: bytes | bytearray) -> ChatRequest:
     """Read and check a request body.
 
     Raises:

@@ -27,6 +27,17 @@ def urls_in(messages: Sequence[Message]) -> dict[str, str]:
     }
 
 
+def check_num_pictures(count: int, limit: int) -> None:
+    """Refuse too many pictures before any is fetched.
+
+    Raises:
+        BadBody: More than `limit`.
+    """
+    if count > limit:
+        message = f"the request has {count} images; the limit is {limit} (media.max_items)"
+        raise BadBody(message, "messages")
+
+
 def to_request(
     chat: ChatRequest,
     pictures: Mapping[str, bytes],

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from jaxmm.config import EngineConfig
 from jaxmm.cost import Cost
-from jaxmm.errors import JaxmmError, PlaceholderError
+from jaxmm.errors import EngineStopped, JaxmmError, PlaceholderError
 from jaxmm.host.chat import ChatTokenizer
 from jaxmm.host.detokenize import Detokenizer
 from jaxmm.request import Delta, Request, TokenLogprob, Usage
@@ -35,6 +35,8 @@ class FakeEngine:
         self.model_name = "fake"
         self.tokenizer = tokenizer
         self.healthy = True
+        self.failure: BaseException | None = None
+        self.turn_seconds = 0.0
         self.closed = False
         self.requests: list[Request] = []
         self.running: set[str] = set()
@@ -85,6 +87,10 @@ class FakeEngine:
 
     def flush_caches(self) -> None:
         self.flushes += 1
+
+    def give_up(self, reason: str) -> None:
+        self.failure = EngineStopped(reason)
+        self.healthy = False
 
     def close(self) -> None:
         self.closed = True

@@ -1,40 +1,27 @@
 """Holds what lives on the device, and runs the steps on it. Host only, but for what it holds."""
 
-import logging
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxmm.device import steps
 from jaxmm.device.backend import Backend
-from jaxmm.device.executables import Executables, Lower
-from jaxmm.device.kv import KV_POOL, pool_shape
+from jaxmm.device.executables import Executables
 from jaxmm.device.ledger import CompileLedger
-from jaxmm.device.sampling import Sampled, init_state
+from jaxmm.device.lowering import PRIME_IDS, UPLOAD_ROWS, Lowering
+from jaxmm.device.sampling import Sampled
 from jaxmm.device.sharding import WHOLE, param_spec
 from jaxmm.host.batch import StepBatch, StepLayout
-from jaxmm.host.grammar import mask_words
-from jaxmm.host.lanes import MERGED_PATCHES, EncodeBatch
-from jaxmm.models import family_module
+from jaxmm.host.lanes import EncodeBatch
 from jaxmm.models.config import ModelConfig
-from jaxmm.models.loading import ParameterPath, param_shapes
+from jaxmm.models.stored import Block, ParameterPath, Stored
 from jaxmm.request import MAX_LOGIT_BIAS
 from jaxmm.sizes import Sizes
-from kernels_pallas.scatter_rows import row_shape
-
-logger = logging.getLogger(__name__)
-
-PRIME_IDS = 1024
-"""Ids of a request's history that one prime step takes."""
-UPLOAD_ROWS = 256
-"""Rows that one upload step takes: a piece is 1 to 4 MB, and filler costs no more than that."""
 
 
 class Runner:
@@ -63,60 +50,46 @@ class Runner:
             ledger: Told of every executable.
             compile_cache_dir: Where executables are kept between starts.
         """
+        self._lowering = Lowering(model, sizes, dtype, backend)
         self._sizes = sizes
         self._backend = backend
-        self._params: steps.Params = param_shapes(model, dtype, self._param_sharding)
-        text, vision = (family_module(model.family, name) for name in ("text", "vision"))
-        self._decoder = nnx.graphdef(nnx.eval_shape(lambda: text.TextDecoder(model.text, dtype)))
-        self._encoder = nnx.graphdef(
-            nnx.eval_shape(
-                lambda: vision.VisionEncoder(
-                    model.vision, implementation=backend.kernels, dtype=dtype
-                )
-            )
-        )
-        self._vision = model.vision
-        self._width = model.text.width
-        t = model.text
-        whole = backend.sharding(WHOLE)
-        pool = pool_shape(t, sizes.num_pages, sizes.page_size, backend)
-        pool_sharding = backend.sharding(KV_POOL)
-        self._kv_pages = tuple(
-            jnp.zeros(pool, dtype, device=pool_sharding) for _ in range(t.num_layers)
-        )
-        row = row_shape(t.width, implementation=backend.kernels)
-        self._arena = jnp.zeros((sizes.num_rows + 1, *row), dtype, device=whole)
-        self._state = jax.device_put(init_state(sizes.max_running, t.vocab_size), whole)
-        words = mask_words(t.vocab_size)
-        self._no_masks = jnp.zeros((sizes.max_running, words), jnp.uint32, device=whole)
+        self._params: steps.Params = {}
+        self._kv_pages = jax.tree.map(_zeros, self._lowering.kv_pages)
+        self._arena = _zeros(self._lowering.arena)
+        self._state = jax.tree.map(_zeros, self._lowering.state)  # `init_state` is all zeros
+        self._no_masks = _zeros(self._lowering.masks)
         fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}|{backend}"
         self._executables = Executables(ledger, compile_cache_dir, fingerprint)
 
     def layout(self, num_tokens: int) -> StepLayout:
         """Layout of the smallest bucket with `num_tokens`."""
-        sizes = self._sizes
-        rung = sizes.buckets.step_tokens(num_tokens)
-        return StepLayout(rung, sizes.max_running, sizes.num_table_pages, self._no_masks.shape[1])
+        return self._lowering.layout(num_tokens)
 
     def place(self, params: steps.Params) -> None:
         """Take the weights, `{"vision": …, "text": …}` as `load_params` gives them."""
         self._params = params
 
-    def put_param(self, path: ParameterPath, value: npt.NDArray[Any]) -> jax.Array:
-        """Send one parameter to the device, each chip its part."""
-        return self._put(value, param_spec(path))
+    def place_param(self, stored: Stored) -> jax.Array:
+        """Send one parameter to the device, each chip its part; only parts of chips here are read.
+
+        A part that several chips hold is read once.
+        """
+        sharding = self.param_sharding(stored.path)
+        if sharding is None:
+            return jax.device_put(stored.read())
+        parts: dict[str, npt.NDArray[Any]] = {}
+
+        def part(block: Block | None) -> npt.NDArray[Any]:
+            key = str(block)
+            if key not in parts:
+                parts[key] = stored.read(block)
+            return parts[key]
+
+        return jax.make_array_from_callback(stored.shape, sharding, part)
 
     def warm_up(self, *, progress: bool) -> None:
         """Make the executable of every bucket; needs no weights."""
-        lowers: dict[tuple[str, int], Lower] = {
-            ("prime", 0): self._lower_prime,
-            ("upload", 0): self._lower_upload,
-        }
-        for rung in self._sizes.buckets.tokens:
-            lowers["language", rung] = partial(self._lower_language, rung)
-        for rung in self._sizes.buckets.patches:
-            lowers["encode", rung] = partial(self._lower_encode, rung)
-        self._executables.warm_up(lowers, progress=progress)
+        self._executables.warm_up(self._lowering.all_steps(), progress=progress)
 
     def settle(self) -> None:
         """Wait for executables that are still being read from the cache."""
@@ -196,70 +169,13 @@ class Runner:
     def _put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
         return jax.device_put(tree, self._backend.sharding(spec))
 
-    def _param_sharding(self, path: ParameterPath) -> NamedSharding | None:
+    def param_sharding(self, path: ParameterPath) -> NamedSharding | None:
+        """Where the parameter at a path lies; None: on the one device."""
         return self._backend.sharding(param_spec(path))
 
-    def _shape(self, *dims: int, dtype: DTypeLike = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=self._backend.sharding(WHOLE))
 
-    def _shapes(self, tree: Any) -> Any:
-        """What the compiler must know of arrays; where they lie only if there are many chips."""
-        if self._backend.mesh is None:
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
-        )
-
-    def _lower_language(self, rung: int) -> jax.stages.Lowered:
-        layout = self.layout(rung)
-        return steps.language_step.lower(
-            self._decoder,
-            self._backend,
-            layout,
-            self._shapes(self._params["text"]),
-            self._shapes(self._kv_pages),
-            self._shapes(self._state),
-            self._shapes(self._arena),
-            self._shape(layout.size),
-            self._shapes(self._no_masks),
-        )
-
-    def _lower_encode(self, rung: int) -> jax.stages.Lowered:
-        vision, shape = self._vision, self._shape
-        lane = steps.Lane(
-            shape(rung, vision.patch_values, dtype=jnp.uint8),
-            shape(rung, 2),
-            shape(rung),
-            shape(rung) if vision.window_patches else None,
-            shape(rung // MERGED_PATCHES),
-        )
-        return steps.encode_step.lower(
-            self._encoder,
-            self._backend,
-            self._shapes(self._params["vision"]),
-            self._shapes(self._arena),
-            lane,
-        )
-
-    def _lower_upload(self) -> jax.stages.Lowered:
-        return steps.upload_step.lower(
-            self._backend,
-            self._shapes(self._arena),
-            self._shape(UPLOAD_ROWS, self._width, dtype=jnp.float32),
-            self._shape(UPLOAD_ROWS),
-        )
-
-    def _lower_prime(self) -> jax.stages.Lowered:
-        shape, ids = self._shape, self._shape(PRIME_IDS)
-        return steps.prime_step.lower(
-            self._shapes(self._state),
-            shape(),
-            shape(dtype=jnp.bool_),
-            ids,
-            ids,
-            shape(MAX_LOGIT_BIAS),
-            shape(MAX_LOGIT_BIAS, dtype=jnp.float32),
-        )
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
 
 
 def _padded(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:

@@ -209,6 +209,7 @@ def _sample(
 
 
 def _prime_step(
+    backend: Backend,
     state: SamplerState,
     slot: Int32[Array, ""],
     fresh: Array,
@@ -217,8 +218,11 @@ def _prime_step(
     bias_id_X: Int32[Array, " X"],
     bias_X: Float[Array, " X"],
 ) -> SamplerState:
-    """Give a state slot its request's history and bias. Donated: state. See `prime`."""
-    return prime(state, slot, fresh, prompt_X, output_X, bias_id_X, bias_X)
+    """Give a state slot its request's history and bias. See `prime`.
+
+    Static: backend. Donated: state.
+    """
+    return backend.whole(prime(state, slot, fresh, prompt_X, output_X, bias_id_X, bias_X))
 
 
 encode_step = jax.jit(
@@ -230,4 +234,4 @@ language_step = jax.jit(
     static_argnames=("decoder", "backend", "layout"),
     donate_argnames=("kv_pages", "state"),
 )
-prime_step = jax.jit(_prime_step, donate_argnames=("state",))
+prime_step = jax.jit(_prime_step, static_argnames=("backend",), donate_argnames=("state",))

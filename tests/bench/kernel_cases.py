@@ -100,6 +100,8 @@ def extend_case(tokens: int, heads: int, kv_heads: int, page: int) -> Case:
             i32(1),
             i32(1, tokens // page),
             visits,
+            i32(),
+            None,
         ),
         hbm_bytes=2 * 2 * tokens * heads * C + tokens * kv_heads * row_lanes(C) * 2,
         flops=4 * heads * C * tokens * (tokens + 1) / 2,

@@ -1,10 +1,7 @@
 """After any workload everything is given back: pages, rows, slots, features, worker memory."""
 
-import gc
-import os
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +14,6 @@ from tests.engines import (
     ask,
     engine,
     make_engine,
-    on_loop,
     pages_left,
     picture,
     png,
@@ -25,50 +21,12 @@ from tests.engines import (
     scheduling,
     turn,
 )
+from tests.held import quiet
 
 NUM_REQUESTS = 1000
 PICTURES = [png(picture(28 * (2 + i % 4), 28 * (2 + i % 3), i)) for i in range(10)]
 BROKEN = PICTURES[0][:60]
 WORDS = ("what", "is", "in", "the", "picture", "and", "how", "many", "cats", "house")
-
-
-def held(on: Engine) -> dict[str, Any]:
-    """Everything that a request can hold on to, counted on the engine's thread."""
-    parts, scheduler = on._parts, on.scheduler
-
-    def count() -> dict[str, Any]:
-        return {
-            "free pages": parts.pool.num_free,
-            "cached pages": parts.prefix_cache.num_pages,
-            "free rows": parts.arena.num_free,
-            "slots": scheduler._residency.num_slots,
-            "running": scheduler.num_running,
-            "waiting": scheduler.num_waiting,
-            "has work": scheduler.has_work,
-            "answers": len(on._loop._answers),
-            "preparing": len(on._intake._preparing),
-            "steps": len(on._loop._pending),
-            "inbox": on._loop._inbox.qsize(),
-            "known files": len(parts.media_map),
-            "decodes": parts.decodes.num_running,
-            "features": parts.decodes.num_held,
-            "threads": threading.active_count(),
-            "descriptors": len(os.listdir("/proc/self/fd")),
-            "shared maps": Path("/proc/self/maps").read_text().count("jaxmm-decode"),
-        }
-
-    return on_loop(on, count)
-
-
-def quiet(on: Engine) -> dict[str, Any]:
-    """What an idle engine with empty caches holds."""
-    deadline = time.monotonic() + 60
-    while on.scheduler.has_work or on._intake._preparing or on._parts.decodes.num_running:
-        assert time.monotonic() < deadline, "work is left"
-        time.sleep(0.01)
-    on.flush_caches()
-    gc.collect()
-    return held(on)
 
 
 def random_request(rng: np.random.Generator) -> Any:

@@ -45,9 +45,15 @@ def tokenizer(tmp_path_factory):
 @contextlib.contextmanager
 def running(engine, config=None):
     """Serve on a free port; give the base URL."""
-    config = config or ServerConfig()
+    server = uvicorn.Server(uvicorn_config(engine, config or ServerConfig()))
+    with listening(server) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def listening(server):
+    """Run a server on a free port; give the base URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn_config(engine, config))
         thread = threading.Thread(
             target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True
         )

@@ -203,7 +203,7 @@ def test_a_request_id_is_kept_or_made(url):
     ("error", "status", "code"),
     [
         (PromptTooLong("the prompt has 9 tokens; the limit is 8"), 400, "context_length_exceeded"),
-        (Overloaded("the queue is full"), 503, "overloaded"),
+        (Overloaded("the queue is full"), 429, "overloaded"),
         (EngineStopped("closed"), 503, "engine_stopped"),
     ],
 )
