@@ -41,9 +41,7 @@ class Completions:
         self._fetcher = fetcher
         self._config = config
         self._model = model
-        self._running: weakref.WeakValueDictionary[tuple[Tenant, str], Pump] = (
-            weakref.WeakValueDictionary()
-        )
+        self._running = weakref.WeakValueDictionary[tuple[Tenant, str], Pump]()
 
     async def answer(self, http: Request, endpoint: Endpoint) -> Response:
         """Answer one HTTP request.

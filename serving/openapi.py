@@ -51,7 +51,9 @@ def responses(answer: type[pydantic.BaseModel], *, streams: bool = False) -> dic
         events = "Chunks as `data: {…}` events, at the end `data: [DONE]`."
         good["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
         good["description"] = f"The answer. With `stream`: {events}"
-    errors = {status: {"model": ErrorBody, "description": text} for status, text in _ERRORS.items()}
+    errors: dict[int | str, Any] = {
+        status: {"model": ErrorBody, "description": text} for status, text in _ERRORS.items()
+    }
     return {200: good, **errors}
 
 
