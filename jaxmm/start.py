@@ -25,6 +25,7 @@ from jaxmm.host.decode import Decoder
 from jaxmm.host.decode_pool import DecodePool
 from jaxmm.host.decodes import Decodes
 from jaxmm.host.embedded import RowForm
+from jaxmm.host.grammar import Grammars
 from jaxmm.host.identity import check_vocabulary
 from jaxmm.host.item import Item
 from jaxmm.host.lanes import packed_patches
@@ -83,6 +84,7 @@ class Parts:
     model_name: str
     sizes: Sizes
     tokenizer: ChatTokenizer
+    grammars: Grammars
     eos_ids: tuple[int, ...]
     decoder: Decoder
     media_map: MediaMap
@@ -169,7 +171,7 @@ def build_parts(config: EngineConfig) -> Parts:
         weights = threads.submit(_load_weights, config, model, directory, dtype, runner)
         words = threads.submit(_load_tokenizer, model, directory)
         runner.warm_up(progress=config.progress)
-        tokenizer = words.result()
+        tokenizer, grammars = words.result()
         runner.place(weights.result())
     decoder = DecodePool(
         processor,
@@ -198,6 +200,7 @@ def build_parts(config: EngineConfig) -> Parts:
         model_name=directory.name,
         sizes=sizes,
         tokenizer=tokenizer,
+        grammars=grammars,
         eos_ids=model.eos_token_ids,
         decoder=decoder,
         media_map=media_map,
@@ -243,15 +246,18 @@ def _wants_twin(
     )
 
 
-def _load_tokenizer(model: ModelConfig, directory: Path) -> ChatTokenizer:
+def _load_tokenizer(model: ModelConfig, directory: Path) -> tuple[ChatTokenizer, Grammars]:
+    """Both with their tables made now, not in the first request."""
     tokenizer = ChatTokenizer.from_checkpoint(directory)
     if tokenizer.vocab_size > model.text.vocab_size:
         raise ModelError(
             f"the tokenizer has {tokenizer.vocab_size} ids and the embedding "
             f"{model.text.vocab_size} rows"
         )
-    tokenizer.token_bytes  # noqa: B018  # made now, not in the first request
-    return tokenizer
+    grammars = Grammars(
+        tokenizer.token_bytes, tokenizer.special_ids, model.eos_token_ids, tokenizer.encode_plain
+    )
+    return tokenizer, grammars
 
 
 def describe_buckets(config: EngineConfig) -> str:

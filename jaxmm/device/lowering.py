@@ -19,6 +19,7 @@ from jaxmm.device.kv import KV_POOL, pool_shape
 from jaxmm.device.sampling import init_state
 from jaxmm.device.sharding import WHOLE, param_spec
 from jaxmm.host.batch import StepLayout
+from jaxmm.host.grammar import mask_words
 from jaxmm.host.lanes import MERGED_PATCHES
 from jaxmm.models import family_module
 from jaxmm.models.config import ModelConfig
@@ -73,6 +74,8 @@ class Lowering:
             lambda x: self._shape(*x.shape, dtype=x.dtype),
             jax.eval_shape(lambda: init_state(sizes.max_running, model.text.vocab_size)),
         )
+        words = mask_words(model.text.vocab_size)
+        self.masks = self._shape(sizes.max_running, words, dtype=jnp.uint32)
         text, vision = (family_module(model.family, name) for name in ("text", "vision"))
         self._decoder = nnx.graphdef(nnx.eval_shape(lambda: text.TextDecoder(model.text, dtype)))
         self._encoder = nnx.graphdef(
@@ -87,7 +90,7 @@ class Lowering:
         """Layout of the smallest bucket with `num_tokens`."""
         sizes = self._sizes
         rung = sizes.buckets.step_tokens(num_tokens)
-        return StepLayout(rung, sizes.max_running, sizes.num_table_pages)
+        return StepLayout(rung, sizes.max_running, sizes.num_table_pages, self.masks.shape[1])
 
     def all_steps(self) -> dict[Key, Lower]:
         """For each step and bucket, the function that lowers it."""
@@ -111,6 +114,7 @@ class Lowering:
             self.state,
             self.arena,
             self._shape(layout.size),
+            self.masks,
         )
 
     def encode(self, rung: int) -> jax.stages.Lowered:

@@ -62,6 +62,7 @@ class Runner:
         self._kv_pages = jax.tree.map(_zeros, self._lowering.kv_pages)
         self._arena = _zeros(self._lowering.arena)
         self._state = jax.tree.map(_zeros, self._lowering.state)  # `init_state` is all zeros
+        self._no_masks = _zeros(self._lowering.masks)
         fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}|{backend}|{twin}"
         self._executables = Executables(ledger, compile_cache_dir, fingerprint)
 
@@ -136,6 +137,7 @@ class Runner:
             self._state,
             self._arena,
             self._put(batch.buffer),
+            self._no_masks if batch.allowed_BO is None else self._put(batch.allowed_BO),
         )
         return sampled
 
