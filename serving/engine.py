@@ -4,8 +4,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from jaxmm.config import EngineConfig
+from jaxmm.cost import Cost
 from jaxmm.host.chat import ChatTokenizer
 from jaxmm.request import Delta, Request
+from jaxmm.stats import EngineStats
 
 
 class ServedEngine(Protocol):
@@ -31,6 +33,18 @@ class ServedEngine(Protocol):
 
     def astream(self, request: Request) -> AsyncIterator[Delta]:
         """Answer one request; cancelling the iteration aborts it."""
+        ...
+
+    async def cost(self, request: Request) -> Cost:
+        """What a request would cost now, without running it."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """What the engine has done and holds."""
+        ...
+
+    def flush_caches(self) -> None:
+        """Forget what no running request uses; blocks until it is done."""
         ...
 
     def give_up(self, reason: str) -> None:

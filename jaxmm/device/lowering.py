@@ -19,10 +19,12 @@ from jaxmm.device.kv import KV_POOL, pool_shape
 from jaxmm.device.sampling import init_state
 from jaxmm.device.sharding import WHOLE, param_spec
 from jaxmm.host.batch import StepLayout
+from jaxmm.host.grammar import mask_words
 from jaxmm.host.lanes import MERGED_PATCHES
 from jaxmm.models import family_module
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.loading import param_shapes
+from jaxmm.models.twin import twin_shapes
 from jaxmm.request import MAX_LOGIT_BIAS
 from jaxmm.sizes import Sizes
 from kernels_pallas.scatter_rows import row_shape
@@ -37,7 +39,13 @@ class Lowering:
     """The steps of one engine, and the shapes of what they take."""
 
     def __init__(
-        self, model: ModelConfig, sizes: Sizes, dtype: DTypeLike, backend: Backend
+        self,
+        model: ModelConfig,
+        sizes: Sizes,
+        dtype: DTypeLike,
+        backend: Backend,
+        *,
+        twin: bool = False,
     ) -> None:
         """Describe the arrays; each is a `jax.ShapeDtypeStruct`.
 
@@ -46,6 +54,7 @@ class Lowering:
             sizes: Settled sizes.
             dtype: Of weights, KV pages and arena.
             backend: Implementation of the ops, and the chips.
+            twin: The step of one token takes the decoder's `twin`.
         """
         self._vision = model.vision
         self._width = model.text.width
@@ -54,6 +63,7 @@ class Lowering:
         self.params: steps.Params = param_shapes(
             model, dtype, lambda path: backend.sharding(param_spec(path))
         )
+        self._twin = twin_shapes(self.params["text"]) if twin else None
         pool = pool_shape(model.text, sizes.num_pages, sizes.page_size, backend)
         self.kv_pages = tuple(
             self._shape(*pool, dtype=dtype, spec=KV_POOL) for _ in range(model.text.num_layers)
@@ -64,6 +74,8 @@ class Lowering:
             lambda x: self._shape(*x.shape, dtype=x.dtype),
             jax.eval_shape(lambda: init_state(sizes.max_running, model.text.vocab_size)),
         )
+        words = mask_words(model.text.vocab_size)
+        self.masks = self._shape(sizes.max_running, words, dtype=jnp.uint32)
         text, vision = (family_module(model.family, name) for name in ("text", "vision"))
         self._decoder = nnx.graphdef(nnx.eval_shape(lambda: text.TextDecoder(model.text, dtype)))
         self._encoder = nnx.graphdef(
@@ -78,7 +90,7 @@ class Lowering:
         """Layout of the smallest bucket with `num_tokens`."""
         sizes = self._sizes
         rung = sizes.buckets.step_tokens(num_tokens)
-        return StepLayout(rung, sizes.max_running, sizes.num_table_pages)
+        return StepLayout(rung, sizes.max_running, sizes.num_table_pages, self.masks.shape[1])
 
     def all_steps(self) -> dict[Key, Lower]:
         """For each step and bucket, the function that lowers it."""
@@ -92,15 +104,17 @@ class Lowering:
     def language(self, rung: int) -> jax.stages.Lowered:
         """Lower the language step of a bucket of tokens."""
         layout = self.layout(rung)
+        params = self._twin if self._twin is not None and rung == 1 else self.params["text"]
         return steps.language_step.lower(
             self._decoder,
             self._backend,
             layout,
-            self.params["text"],
+            params,
             self.kv_pages,
             self.state,
             self.arena,
             self._shape(layout.size),
+            self.masks,
         )
 
     def encode(self, rung: int) -> jax.stages.Lowered:
