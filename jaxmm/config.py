@@ -132,6 +132,21 @@ class MediaConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PodConfig:
+    """Several hosts that serve one model together."""
+
+    silence_seconds: float = 8.0
+    """After so long without a word a host counts as lost, and the pod ends."""
+    step_seconds: float = 60.0
+    """Time that a host may take for a step; one that takes longer ends the pod."""
+
+    def __post_init__(self) -> None:
+        for name in ("silence_seconds", "step_seconds"):
+            value = getattr(self, name)
+            _require(value > 0, f"pod.{name}={value} is not above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that the engine can be told."""
 
@@ -143,7 +158,14 @@ class EngineConfig:
     kernels: Literal["auto", "pallas", "portable"] = "auto"
     """Implementation of attention and row moves; auto: Pallas on TPUs, portable elsewhere."""
     tensor_parallel: int = 1
-    """Chips that the language model is split over; it must divide the KV heads."""
+    """Chips that the language model is split over; it must divide the KV heads. 0: as many as there
+    are and do."""
+    coordinator: str = ""
+    """`host:port` of process 0, port free; empty: what Cloud TPU or GKE say, if they do."""
+    num_processes: int = 0
+    """Processes of the pod, with `coordinator`; 1: never look for others."""
+    process_id: int = -1
+    """Which of them this is, from 0 up, with `coordinator`."""
     max_model_len: int = 0
     """Tokens of prompt and output together; 0: the checkpoint's limit, at most 32768."""
     max_running: int = 0
@@ -162,15 +184,35 @@ class EngineConfig:
     arena: ArenaConfig = field(default_factory=ArenaConfig)
     buckets: BucketConfig = field(default_factory=BucketConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
+    pod: PodConfig = field(default_factory=PodConfig)
 
     def __post_init__(self) -> None:
-        _require(self.tensor_parallel >= 1, f"tensor_parallel={self.tensor_parallel} is below 1")
+        _require(self.tensor_parallel >= 0, f"tensor_parallel={self.tensor_parallel} is negative")
+        self._check_pod()
         _require(self.max_model_len >= 0, f"max_model_len={self.max_model_len} is negative; use 0")
         _require(self.max_running >= 0, f"max_running={self.max_running} is negative; use 0")
         _require(self.max_waiting >= 1, f"max_waiting={self.max_waiting} is below 1")
         _require(
             0.0 < self.memory_fraction <= 1.0,
             f"memory_fraction={self.memory_fraction} is outside (0, 1]",
+        )
+
+    def _check_pod(self) -> None:
+        if not self.coordinator:
+            _require(
+                self.num_processes in (0, 1) and self.process_id in (-1, 0),
+                f"num_processes={self.num_processes} and process_id={self.process_id} need a "
+                "coordinator; give host:port of process 0",
+            )
+            return
+        host, _, port = self.coordinator.rpartition(":")
+        _require(
+            bool(host) and port.isdigit(),
+            f"coordinator={self.coordinator!r} is not of the form host:port",
+        )
+        _require(
+            0 <= self.process_id < self.num_processes,
+            f"process_id={self.process_id} is outside [0, num_processes={self.num_processes})",
         )
 
 

@@ -18,7 +18,7 @@ from jaxmm.device.executables import Executables, Lower
 from jaxmm.device.kv import KV_POOL, pool_shape
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.sampling import Sampled, init_state
-from jaxmm.device.sharding import WHOLE, param_spec
+from jaxmm.device.sharding import PATCHES, WHOLE, param_spec
 from jaxmm.host.batch import StepBatch, StepLayout
 from jaxmm.host.lanes import MERGED_PATCHES, EncodeBatch
 from jaxmm.models import family_module
@@ -83,7 +83,7 @@ class Runner:
         )
         row = row_shape(t.width, implementation=backend.kernels)
         self._arena = jnp.zeros((sizes.num_rows + 1, *row), dtype, device=whole)
-        self._state = jax.device_put(init_state(sizes.max_running, t.vocab_size), whole)
+        self._state = self._put(jax.device_get(init_state(sizes.max_running, t.vocab_size)))
         fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}|{backend}"
         self._executables = Executables(ledger, compile_cache_dir, fingerprint)
 
@@ -139,8 +139,22 @@ class Runner:
     def encode(self, lane: EncodeBatch) -> None:
         """Encode a lane into the arena."""
         run = self._executables["encode", lane.patches.shape[0]]
-        arrays = (lane.patches, lane.coords, lane.segment, lane.window, lane.slots)
-        self._arena = run(self._params["vision"], self._arena, steps.Lane(*self._put(arrays)))
+        patches = self._put(lane.patches, self._patch_spec(lane.patches.shape[0]))
+        rest = self._put((lane.coords, lane.segment, lane.window, lane.slots))
+        self._arena = run(self._params["vision"], self._arena, steps.Lane(patches, *rest))
+
+    def patch_rows(self, shape: tuple[int, ...]) -> dict[int, list[slice]]:
+        """Rows of a lane's patches that the chips of each process take, by process id."""
+        sharding = self._backend.sharding(self._patch_spec(shape[0]))
+        assert sharding is not None, "many processes have a mesh"
+        rows: dict[int, list[slice]] = {}
+        device: Any
+        for device, block in sharding.devices_indices_map(shape).items():
+            start, stop, _ = block[0].indices(shape[0])
+            mine = rows.setdefault(device.process_index, [])
+            if slice(start, stop) not in mine:
+                mine.append(slice(start, stop))
+        return rows
 
     def step(self, batch: StepBatch) -> Sampled:
         """Run a language step; the rows asked for come back in order, those after are filler."""
@@ -187,14 +201,22 @@ class Runner:
         return sampled._replace(token_B=jax.device_get(sampled.token_B))
 
     def _put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
-        return jax.device_put(tree, self._backend.sharding(spec))
+        """Send arrays to the chips; those of other processes get theirs from there."""
+        sharding = self._backend.sharding(spec)
+        if sharding is None or sharding.is_fully_addressable:
+            return jax.device_put(tree, sharding)
+        return jax.tree.map(partial(_own_parts, sharding=sharding), tree)
+
+    def _patch_spec(self, num_patches: int) -> PartitionSpec:
+        one_host = jax.process_count() == 1
+        return WHOLE if one_host or num_patches % self._backend.num_shards else PATCHES
 
     def param_sharding(self, path: ParameterPath) -> NamedSharding | None:
         """Where the parameter at a path lies; None: on the one device."""
         return self._backend.sharding(param_spec(path))
 
-    def _shape(self, *dims: int, dtype: DTypeLike = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=self._backend.sharding(WHOLE))
+    def _shape(self, *dims: int, dtype: DTypeLike = jnp.int32, spec: PartitionSpec = WHOLE) -> Any:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=self._backend.sharding(spec))
 
     def _shapes(self, tree: Any) -> Any:
         """What the compiler must know of arrays; where they lie only if there are many chips."""
@@ -219,8 +241,9 @@ class Runner:
 
     def _lower_encode(self, rung: int) -> jax.stages.Lowered:
         vision, shape = self._vision, self._shape
+        patches = (rung, vision.patch_values)
         lane = steps.Lane(
-            shape(rung, vision.patch_values, dtype=jnp.uint8),
+            shape(*patches, dtype=jnp.uint8, spec=self._patch_spec(rung)),
             shape(rung, 2),
             shape(rung),
             shape(rung) if vision.window_patches else None,
@@ -245,6 +268,14 @@ class Runner:
             shape(MAX_LOGIT_BIAS),
             shape(MAX_LOGIT_BIAS, dtype=jnp.float32),
         )
+
+
+def _own_parts(array: Any, sharding: NamedSharding) -> jax.Array:
+    """An array of all processes, each of which has the parts of its own chips."""
+    value = np.asarray(array)
+    places = sharding.addressable_devices_indices_map(value.shape)
+    parts = [jax.device_put(value[block], device) for device, block in places.items()]
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
 
 
 def _padded(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
