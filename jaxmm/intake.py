@@ -149,7 +149,8 @@ class Intake:
             gone=entry.gone,
         )
         for item in items:  # refused here, before the loop could meet it
-            parts.sizes.buckets.lane_patches(parts.packed_patches(item))
+            if item.embeddings is None:
+                parts.sizes.buckets.lane_patches(parts.packed_patches(item))
         return parts.preparer.prompt(ids, slots, items)
 
     def _answer(self, entry: "_Entry", prompt: Prompt) -> Answer:

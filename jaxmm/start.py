@@ -25,6 +25,7 @@ from jaxmm.host.chat import ChatTokenizer
 from jaxmm.host.decode import Decoder
 from jaxmm.host.decode_pool import DecodePool
 from jaxmm.host.decodes import Decodes
+from jaxmm.host.embedded import RowForm
 from jaxmm.host.identity import check_vocabulary
 from jaxmm.host.item import Item
 from jaxmm.host.lanes import packed_patches
@@ -259,7 +260,13 @@ def build_parts(config: EngineConfig) -> Parts:
         decoder=decoder,
         media_map=media_map,
         decodes=decodes,
-        preparer=Preparer(processor, decodes, config.media, model.image_token_id),
+        preparer=Preparer(
+            processor,
+            decodes,
+            config.media,
+            model.image_token_id,
+            RowForm(model.text.width, model.vision.merge_size),
+        ),
         pool=pool,
         prefix_cache=prefix_cache,
         arena=arena,

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 PRIME_IDS = 1024
 """Ids of a request's history that one prime step takes."""
+UPLOAD_ROWS = 256
+"""Rows that one upload step takes: a piece is 1 to 4 MB, and filler costs no more than that."""
 
 
 class Runner:
@@ -74,6 +76,7 @@ class Runner:
             )
         )
         self._vision = model.vision
+        self._width = model.text.width
         t = model.text
         whole = backend.sharding(WHOLE)
         pool = pool_shape(t, sizes.num_pages, sizes.page_size, backend)
@@ -117,7 +120,10 @@ class Runner:
 
     def warm_up(self, *, progress: bool) -> None:
         """Make the executable of every bucket; needs no weights."""
-        lowers: dict[tuple[str, int], Lower] = {("prime", 0): self._lower_prime}
+        lowers: dict[tuple[str, int], Lower] = {
+            ("prime", 0): self._lower_prime,
+            ("upload", 0): self._lower_upload,
+        }
         for rung in self._sizes.buckets.tokens:
             lowers["language", rung] = partial(self._lower_language, rung)
         for rung in self._sizes.buckets.patches:
@@ -155,6 +161,18 @@ class Runner:
             if slice(start, stop) not in mine:
                 mine.append(slice(start, stop))
         return rows
+
+    def upload(self, rows: npt.NDArray[np.float32], slots: npt.NDArray[np.int32]) -> None:
+        """Put rows that a caller gave, float32[M, D], into the arena's slots, however many."""
+        run = self._executables["upload", 0]
+        for start in range(0, len(rows), UPLOAD_ROWS):
+            here = slice(start, start + UPLOAD_ROWS)
+            part = rows[here]
+            padded = np.zeros((UPLOAD_ROWS, rows.shape[1]), np.float32)
+            padded[: len(part)] = part
+            where = np.full(UPLOAD_ROWS, self._sizes.num_rows, np.int32)  # filler: the last row
+            where[: len(part)] = slots[here]
+            self._arena = run(self._arena, *self._put((padded, where)))
 
     def step(self, batch: StepBatch) -> Sampled:
         """Run a language step; the rows asked for come back in order, those after are filler."""
@@ -255,6 +273,14 @@ class Runner:
             self._shapes(self._params["vision"]),
             self._shapes(self._arena),
             lane,
+        )
+
+    def _lower_upload(self) -> jax.stages.Lowered:
+        return steps.upload_step.lower(
+            self._backend,
+            self._shapes(self._arena),
+            self._shape(UPLOAD_ROWS, self._width, dtype=jnp.float32),
+            self._shape(UPLOAD_ROWS),
         )
 
     def _lower_prime(self) -> jax.stages.Lowered:

@@ -12,11 +12,13 @@ from jaxmm.config import MediaConfig
 from jaxmm.errors import MediaError, RequestError
 from jaxmm.host.decode import Processed, Processor
 from jaxmm.host.decodes import Decodes, Found, Gone, wait
+from jaxmm.host.embedded import RowForm, read_embeddings
 from jaxmm.host.identity import caller_identity, parse_caller_hashes, sentinels_for
 from jaxmm.host.item import Item, Modality, Prompt
 from jaxmm.host.media import Limits, read_content
 from jaxmm.host.media_map import Known, media_key
 from jaxmm.host.placeholders import build_prompt, check_slots
+from jaxmm.request import Embeddings
 
 
 class Preparer:
@@ -28,6 +30,7 @@ class Preparer:
         decodes: Decodes,
         media_config: MediaConfig,
         placeholder_id: int,
+        row_form: RowForm,
     ) -> None:
         """Keep the parts.
 
@@ -36,12 +39,14 @@ class Preparer:
             decodes: Through which every picture goes.
             media_config: Limits.
             placeholder_id: Token that marks an item's place.
+            row_form: Of the model's rows.
         """
         self._processor = processor
         self._decodes = decodes
         self._limits = Limits(media_config.max_bytes, media_config.max_decode_pixels)
         self._max_items = media_config.max_items
         self._placeholder_id = placeholder_id
+        self._row_form = row_form
 
     def prepare_items(
         self,
@@ -56,7 +61,7 @@ class Preparer:
         """Process a request's pictures in parallel.
 
         Args:
-            images: Encoded bytes, paths, PIL images, or uint8[H, W, 3] arrays.
+            images: Encoded bytes, paths, PIL images, uint8[H, W, 3] arrays, or `Embeddings`.
             min_pixels: Lower pixel limit of this request, within the server's.
             max_pixels: Upper pixel limit of this request, within the server's.
             mm_hashes: Caller's hex hashes, one for each picture.
@@ -81,8 +86,7 @@ class Preparer:
         hashes = parse_caller_hashes(mm_hashes, len(images))
         found = self._find_all(images, pixels, salt, gone)
         return tuple(
-            _item(known, features, caller_hash, salt)
-            for (known, features), caller_hash in zip(found, hashes, strict=True)
+            _item(one, caller_hash, salt) for one, caller_hash in zip(found, hashes, strict=True)
         )
 
     def load_features(
@@ -114,7 +118,7 @@ class Preparer:
         pixels = self._processor.limits(min_pixels, max_pixels)
         content = read_content(source, self._limits)
         key = media_key(content, self._processor.fingerprint, pixels, salt)
-        known, features = wait(self._decodes.decode(key, content, pixels, gone))
+        known, features, _ = wait(self._decodes.decode(key, content, pixels, gone))
         if known != Known(item.identity, item.grid_thw, item.num_rows) or features is None:
             raise MediaError("the picture has changed since its request came; send it again")
         return features
@@ -143,13 +147,20 @@ class Preparer:
         found: list[Found] = []
         for index, image in enumerate(images):
             with _naming(index, len(images)):
-                content = read_content(image, self._limits)
-                key = media_key(content, self._processor.fingerprint, pixels, salt)
-                started.append(self._decodes.find(key, content, pixels, gone))
+                started.append(self._start(image, pixels, salt, gone))
         for index, begun in enumerate(started):
             with _naming(index, len(images)):
                 found.append(wait(begun) if isinstance(begun, Future) else begun)
         return found
+
+    def _start(
+        self, image: Any, pixels: tuple[int, int], salt: str, gone: Gone | None
+    ) -> Found | Future[Processed]:
+        if isinstance(image, Embeddings):
+            return read_embeddings(image, self._row_form)
+        content = read_content(image, self._limits)
+        key = media_key(content, self._processor.fingerprint, pixels, salt)
+        return self._decodes.find(key, content, pixels, gone)
 
 
 @contextlib.contextmanager
@@ -161,14 +172,13 @@ def _naming(index: int, num_images: int) -> Iterator[None]:
         raise type(error)(f"image {index + 1} of {num_images}: {error}") from None
 
 
-def _item(
-    known: Known, features: npt.NDArray[np.uint8] | None, caller_hash: bytes | None, salt: str
-) -> Item:
+def _item(found: Found, caller_hash: bytes | None, salt: str) -> Item:
+    known = found.known
     name = known.identity if caller_hash is None else caller_identity(caller_hash, salt)
     return Item(
         modality=Modality.IMAGE,
-        features=features,
-        embeddings=None,
+        features=found.features,
+        embeddings=found.embeddings,
         grid_thw=known.grid_thw,
         num_rows=known.num_rows,
         identity=known.identity,

@@ -107,6 +107,10 @@ class _Follower:
                 self._read(runner)
         elif kind is Kind.ENCODE:
             runner.encode(_lane(runner, payload))
+        elif kind is Kind.UPLOAD:
+            rows, slots = unpack_arrays(payload)
+            assert rows is not None and slots is not None
+            runner.upload(rows, slots)
         elif kind is Kind.PRIME:
             slot, prompt_ids, output_ids, bias_ids, bias = unpack_arrays(payload)
             assert slot is not None and prompt_ids is not None and output_ids is not None

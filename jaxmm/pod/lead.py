@@ -9,7 +9,7 @@ import hashlib
 import queue
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -66,6 +66,11 @@ class PodRunner:
                 size = np.int64(sum(map(len, parts))).tobytes()
                 self._followers.tell_one(process_id, Kind.ENCODE, [size, *parts, *small])
         self._guarded(lambda: self._runner.encode(lane))
+
+    def upload(self, rows: npt.NDArray[np.float32], slots: npt.NDArray[np.int32]) -> None:
+        """Put rows that a caller gave, float32[M, D], into the arena's slots, however many."""
+        self._followers.tell(Kind.UPLOAD, pack_arrays((rows, slots)))
+        self._guarded(lambda: self._runner.upload(rows, slots))
 
     def step(self, batch: StepBatch) -> Sampled:
         """Run a language step; the rows asked for come back in order, those after are filler."""

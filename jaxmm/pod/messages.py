@@ -24,15 +24,16 @@ class Kind(enum.IntEnum):
     STEP = 1
     ENCODE = 2
     PRIME = 3
-    BEAT = 4
+    UPLOAD = 4
+    BEAT = 5
     """Nothing: process 0 is there. Answered with ALIVE."""
-    END = 5
+    END = 6
     """Why the pod ends, as text; empty: it was asked to."""
-    ALIVE = 6
+    ALIVE = 7
     """From a follower: one byte, 1 if it was asked to end."""
-    DONE = 7
+    DONE = 8
     """From a follower: a step's number, and the digest of all tokens up to it."""
-    READY = 8
+    READY = 9
     """From a follower: it has its weights and executables."""
 
 

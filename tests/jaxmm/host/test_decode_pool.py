@@ -102,7 +102,7 @@ class _Stops(ImageProcessor):
 @pytest.fixture
 def stopping_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecodePool]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    pool = DecodePool(_Stops(max_pixels=1003520), LIMITS, workers=2, timeout_seconds=5)
+    pool = DecodePool(_Stops(max_pixels=1003520), LIMITS, workers=2, timeout_seconds=3)
     yield pool
     pool.close()
 
@@ -112,8 +112,7 @@ def test_worker_that_dies_fails_its_own_picture_alone(stopping_pool: DecodePool)
     futures = [stopping_pool.submit(DATA / name) for name in names]
     for name, future in zip(names, futures, strict=True):
         if name == "size_1x1.png":
-            # the second is refused unread if the first is known to have ended its worker by then
-            with pytest.raises(MediaError, match="ended unexpectedly|refused for"):
+            with pytest.raises(MediaError, match="ended"):  # once it did, it is refused
                 future.result()
         else:
             assert_same(future.result(), INLINE.submit(DATA / name).result())
