@@ -13,7 +13,7 @@ import uvicorn
 from jaxmm.errors import ConfigError
 from serving.app import create_app
 from serving.config import ServerConfig
-from serving.engine import LoadEngine, ServedEngine, load_engine
+from serving.engine import LoadEngine, ServedEngine, followed, load_engine
 from serving.example import picture_uri
 
 _BACKLOG = 2048
@@ -21,6 +21,8 @@ _BACKLOG = 2048
 
 def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
     """Load the engine and serve until SIGINT or SIGTERM; then let running requests end.
+
+    On the hosts of a pod but the first, follow that one until it ends.
 
     Raises:
         ConfigError: The address cannot be had.
@@ -30,6 +32,8 @@ def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     signal.signal(signal.SIGTERM, _end)  # nobody is served yet
+    if followed(config.engine):
+        return
     with _bind(config.host, config.port) as listener:  # before minutes of loading
         engine = load(config.engine)
         try:

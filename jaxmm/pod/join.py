@@ -12,7 +12,6 @@ import signal
 import socket
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -23,19 +22,13 @@ from jaxmm.errors import ConfigError, PeerLost
 from jaxmm.pod.channel import KEY_BYTES, Channel, greet_follower, greet_leader
 from jaxmm.pod.followers import Followers
 from jaxmm.pod.messages import Kind
+from jaxmm.pod.signs import is_pod
 
 logger = logging.getLogger(__name__)
 
 _ADDRESS_BYTES = 256
 _MEETING_SECONDS = 60.0
 _BACKLOG = 1024
-
-
-def is_pod(config: EngineConfig) -> bool:
-    """Whether this process is one of several, by its settings or by what the cloud says."""
-    if config.num_processes == 1:
-        return False
-    return bool(config.coordinator) or _on_tpu_hosts()
 
 
 def join(config: EngineConfig) -> int:
@@ -174,17 +167,6 @@ def _initialize(config: EngineConfig) -> None:
             f"the other processes of the pod cannot be met: {e}. Start all of them within five "
             "minutes, and join before the first use of a device."
         ) from e
-
-
-def _on_tpu_hosts() -> bool:
-    """Whether this may be one host of a TPU slice; JAX then finds out about the others."""
-    if os.environ.get("JAX_PLATFORMS", "tpu").split(",")[0] != "tpu":
-        return False
-    names = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
-    if names is not None:
-        return "," in names
-    devices = Path("/dev")
-    return any(devices.glob("accel[0-9]*")) or any(devices.glob("vfio/[0-9]*"))
 
 
 def _own_address(config: EngineConfig) -> str:

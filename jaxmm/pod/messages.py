@@ -69,6 +69,7 @@ def pack_arrays(arrays: Sequence[npt.NDArray[Any] | None]) -> list[bytes | memor
             heads.append(_HEAD.pack(255, 0))
             continue
         whole = np.ascontiguousarray(array)
+        assert whole.dtype.name in _DTYPES, f"no message has arrays of {whole.dtype}"
         heads.append(_HEAD.pack(_DTYPES.index(whole.dtype.name), whole.ndim))
         heads.append(struct.pack(f"<{whole.ndim}I", *whole.shape))
         values.append(whole.reshape(-1).view(np.uint8).data)
