@@ -123,12 +123,12 @@ def workload(on: Engine) -> list[list[int]]:
 def main() -> None:
     """Process 0 of a test's pod: does the workload, prints it, and stays busy until it is ended."""
     with Engine(load_config(EngineConfig)) as on:
-        print(json.dumps(workload(on)), flush=True)
+        sys.stdout.write(json.dumps(workload(on)) + "\n")
         while True:
             try:
                 ask(on, request(turn("busy"), max_tokens=100))
             except EngineStopped as error:
-                print(f"heard: {error}", flush=True)
+                sys.stdout.write(f"heard: {error}\n")
                 time.sleep(60)
 
 

@@ -20,7 +20,7 @@ from jaxmm.host.batch import StepBatch
 from jaxmm.host.lanes import EncodeBatch
 from jaxmm.pod.channel import Channel
 from jaxmm.pod.followers import DONE
-from jaxmm.pod.join import meet
+from jaxmm.pod.join import meet, part
 from jaxmm.pod.lead import chained
 from jaxmm.pod.messages import Kind, unpack_arrays, unpack_step
 from jaxmm.start import load_runner, settle_basis
@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 _AHEAD = 1  # steps dispatched beyond the one whose tokens are read
 _IDLE_SECONDS = 0.02  # without a new step for so long, the last one is read
+
+_NAMING_SECONDS = 8.0
+"""After an error of the chips, the time in which process 0 says whose fault it was."""
 
 Message = tuple[Kind, bytes]
 
@@ -57,6 +60,7 @@ def follow(config: EngineConfig) -> None:
         signal.signal(signal.SIGINT, follower.leave)
     try:
         follower.run(runner)
+        part()
     finally:
         runner.close()
         ledger.close()
@@ -85,20 +89,21 @@ class _Follower:
             try:
                 kind, payload = self._inbox.get(timeout=_IDLE_SECONDS if self._pending else None)
             except queue.Empty:
-                self._read(runner)
-                continue
+                kind, payload = Kind.BEAT, b""  # nothing new: the last step can be read
             if kind is Kind.END:
                 return
             try:
                 self._do(runner, kind, payload)
-            except (jax.errors.JaxRuntimeError, ValueError) as error:
-                # most likely another host is gone: process 0 says which, or is it itself
+            except (PeerLost, jax.errors.JaxRuntimeError, ValueError) as error:
+                # most likely another host is gone: process 0 says which, and that is the end
                 logger.error("step failed: %s", error)
-                threading.Event().wait(10)
+                threading.Event().wait(_NAMING_SECONDS)
                 _end(f"a step failed here: {error}")
 
     def _do(self, runner: Runner, kind: Kind, payload: bytes) -> None:
-        if kind is Kind.STEP:
+        if kind is Kind.BEAT:
+            self._read(runner)
+        elif kind is Kind.STEP:
             num_tokens, buffer = unpack_step(payload)
             batch = StepBatch(runner.layout(num_tokens))
             batch.buffer[:] = buffer
@@ -149,10 +154,10 @@ def _lane(runner: Runner, payload: bytes) -> EncodeBatch:
     assert head is not None and coords is not None and segment is not None and slots is not None
     num_rows, num_values, num_patches = head.tolist()
     patches = np.empty((num_rows, num_values), np.uint8)
-    for rows, part in zip(
+    for rows, values in zip(
         runner.patch_rows(patches.shape)[jax.process_index()], parts, strict=True
     ):
-        patches[rows] = part
+        patches[rows] = values
     return EncodeBatch(
         patches=patches,
         coords=coords,

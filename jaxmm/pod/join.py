@@ -4,12 +4,15 @@ Coordination is JAX's (`jax.distributed`): it knows Cloud TPU and GKE, or is tol
 makes a key and says through the chips where it listens, so that only this pod's processes know.
 """
 
+import atexit
 import hashlib
 import logging
 import os
 import secrets
 import signal
 import socket
+import sys
+import threading
 import time
 from dataclasses import dataclass
 
@@ -29,6 +32,7 @@ logger = logging.getLogger(__name__)
 _ADDRESS_BYTES = 256
 _MEETING_SECONDS = 60.0
 _BACKLOG = 1024
+_parted = threading.Event()
 
 
 def join(config: EngineConfig) -> int:
@@ -45,6 +49,11 @@ def join(config: EngineConfig) -> int:
     if not jax.distributed.is_initialized():
         _initialize(config)
     return jax.process_index()
+
+
+def part() -> None:
+    """Note that the pod has ended as it should, in this process too."""
+    _parted.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +171,21 @@ def _initialize(config: EngineConfig) -> None:
         if config.coordinator:
             raise ConfigError(f"coordinator={config.coordinator!r} cannot be used: {e}") from e
         logger.info("no other hosts found: %s", e)
+        return
     except RuntimeError as e:
         raise ConfigError(
             f"the other processes of the pod cannot be met: {e}. Start all of them within five "
             "minutes, and join before the first use of a device."
         ) from e
+    atexit.register(_leave_out_of_turn)  # comes before JAX's own, which waits for all others
+
+
+def _leave_out_of_turn() -> None:
+    """End at once where the pod has not ended: the others find out by the lost connection."""
+    if jax.process_count() > 1 and not _parted.is_set():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _own_address(config: EngineConfig) -> str:

@@ -21,6 +21,7 @@ from jaxmm.errors import PeerLost
 from jaxmm.host.batch import StepBatch, StepLayout
 from jaxmm.host.lanes import EncodeBatch
 from jaxmm.pod.followers import Followers
+from jaxmm.pod.join import part
 from jaxmm.pod.messages import Kind, pack_arrays, pack_step
 
 _Result = TypeVar("_Result")
@@ -118,7 +119,9 @@ class PodRunner:
     def close(self) -> None:
         """Let the followers end, and stop what runs in the background."""
         self._wanted.put(None)
-        self._followers.end("")
+        if self._followers.failure is None:
+            self._followers.end("")
+            part()
         self._followers.close()
         self._runner.close()
 
@@ -133,9 +136,7 @@ class PodRunner:
     def _guarded(self, call: Callable[[], _Result]) -> _Result:
         try:
             return call()
-        except jax.errors.JaxRuntimeError as error:
-            raise self._blame(error) from error
-        except ValueError as error:  # what a CPU's collectives raise
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # the latter from gloo
             raise self._blame(error) from error
 
     def _blame(self, error: BaseException) -> BaseException:

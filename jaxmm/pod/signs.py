@@ -1,4 +1,4 @@
-"""Whether there are other hosts: what settings and surroundings say, before jax is loaded. Host only."""
+"""Whether there are other hosts: what settings and surroundings say, without jax. Host only."""
 
 import os
 from pathlib import Path
