@@ -26,6 +26,7 @@ from jaxmm.host.decode import Decoder
 from jaxmm.host.decode_pool import DecodePool
 from jaxmm.host.decodes import Decodes
 from jaxmm.host.embedded import RowForm
+from jaxmm.host.grammar import Grammars
 from jaxmm.host.identity import check_vocabulary
 from jaxmm.host.item import Item
 from jaxmm.host.lanes import packed_patches
@@ -41,10 +42,18 @@ from jaxmm.models.config import ModelConfig
 from jaxmm.models.converted import is_converted, restore_params
 from jaxmm.models.loading import place_params
 from jaxmm.models.remote import fetch_small_files, is_remote
+from jaxmm.models.twin import text_is_bfloat16
 from jaxmm.pod.join import join, least, meet
 from jaxmm.pod.lead import PodRunner
 from jaxmm.request import SamplingParams
-from jaxmm.sizes import CPU_MAX_PIXELS, Sizes, describe, host_memory_bytes, settle_sizes
+from jaxmm.sizes import (
+    CPU_MAX_PIXELS,
+    Sizes,
+    describe,
+    has_room_for_twin,
+    host_memory_bytes,
+    settle_sizes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +87,7 @@ class Parts:
     model_name: str
     sizes: Sizes
     tokenizer: ChatTokenizer
+    grammars: Grammars
     eos_ids: tuple[int, ...]
     decoder: Decoder
     media_map: MediaMap
@@ -190,6 +200,7 @@ def load_runner(config: EngineConfig, basis: Basis, ledger: CompileLedger) -> Ru
         backend=basis.backend,
         ledger=ledger,
         compile_cache_dir=config.compile_cache_dir,
+        twin=_wants_twin(config, basis),
     )
     with ThreadPoolExecutor(1, thread_name_prefix="jaxmm-load") as threads:
         weights = threads.submit(_load_weights, config, basis, runner)
@@ -225,7 +236,7 @@ def build_parts(config: EngineConfig) -> Parts:
     with ThreadPoolExecutor(1, thread_name_prefix="jaxmm-words") as threads:
         words = threads.submit(_load_tokenizer, model, directory)
         here = load_runner(config, basis, ledger)
-        tokenizer = words.result()
+        tokenizer, grammars = words.result()
     if followers is not None:
         followers.wait_ready()
     runner = here if followers is None else PodRunner(here, followers)
@@ -256,6 +267,7 @@ def build_parts(config: EngineConfig) -> Parts:
         model_name=directory.name,
         sizes=sizes,
         tokenizer=tokenizer,
+        grammars=grammars,
         eos_ids=model.eos_token_ids,
         decoder=decoder,
         media_map=media_map,
@@ -286,15 +298,30 @@ def _load_weights(config: EngineConfig, basis: Basis, runner: Runner) -> Any:
     return place_params(directory, model, dtype, runner.place_param, progress=config.progress)
 
 
-def _load_tokenizer(model: ModelConfig, directory: Path) -> ChatTokenizer:
+def _wants_twin(config: EngineConfig, basis: Basis) -> bool:
+    """Whether steps of one token shall read the decoder's weights in bfloat16."""
+    return (
+        jax.default_backend() == "cpu"
+        and basis.backend.mesh is None
+        and basis.dtype == jnp.float32
+        and has_room_for_twin(config, basis.model, basis.sizes, device_memory_bytes())
+        and not is_converted(basis.directory)
+        and text_is_bfloat16(basis.directory, basis.model)
+    )
+
+
+def _load_tokenizer(model: ModelConfig, directory: Path) -> tuple[ChatTokenizer, Grammars]:
+    """Both with their tables made now, not in the first request."""
     tokenizer = ChatTokenizer.from_checkpoint(directory)
     if tokenizer.vocab_size > model.text.vocab_size:
         raise ModelError(
             f"the tokenizer has {tokenizer.vocab_size} ids and the embedding "
             f"{model.text.vocab_size} rows"
         )
-    tokenizer.token_bytes  # noqa: B018  # made now, not in the first request
-    return tokenizer
+    grammars = Grammars(
+        tokenizer.token_bytes, tokenizer.special_ids, model.eos_token_ids, tokenizer.encode_plain
+    )
+    return tokenizer, grammars
 
 
 def describe_buckets(config: EngineConfig) -> str:

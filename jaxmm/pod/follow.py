@@ -104,10 +104,7 @@ class _Follower:
         if kind is Kind.BEAT:
             self._read(runner)
         elif kind is Kind.STEP:
-            num_tokens, buffer = unpack_step(payload)
-            batch = StepBatch(runner.layout(num_tokens))
-            batch.buffer[:] = buffer
-            self._pending.append(runner.step(batch))
+            self._pending.append(runner.step(_batch(runner, payload)))
             if len(self._pending) > _AHEAD:
                 self._read(runner)
         elif kind is Kind.ENCODE:
@@ -144,6 +141,19 @@ class _Follower:
             self._inbox.put((kind, payload))
             if kind is Kind.END:
                 return
+
+
+def _batch(runner: Runner, payload: bytes) -> StepBatch:
+    """A step's batch; rows of masks beyond those sent are of no consequence."""
+    num_tokens, buffer, masks = unpack_step(payload)
+    layout = runner.layout(num_tokens)
+    batch = StepBatch(layout)
+    batch.buffer[:] = buffer
+    if len(masks):
+        batch.allowed_BO = np.zeros((layout.num_sequences, layout.num_mask_words), np.uint32)
+        rows = masks.reshape(-1, layout.num_mask_words)
+        batch.allowed_BO[: len(rows)] = rows
+    return batch
 
 
 def _lane(runner: Runner, payload: bytes) -> EncodeBatch:

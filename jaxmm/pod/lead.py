@@ -75,9 +75,10 @@ class PodRunner:
 
     def step(self, batch: StepBatch) -> Sampled:
         """Run a language step; the rows asked for come back in order, those after are filler."""
-        message = pack_step(batch.layout.num_tokens, batch.buffer)
+        masks = None if batch.allowed_BO is None else batch.allowed_BO[: batch["num_samples"]]
+        message = pack_step(batch.layout.num_tokens, batch.buffer, masks)
         self._followers.began(self._num_steps)
-        self._followers.tell(Kind.STEP, [message])
+        self._followers.tell(Kind.STEP, message)
         self._num_steps += 1
         return self._guarded(lambda: self._runner.step(batch))
 

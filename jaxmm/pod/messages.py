@@ -37,28 +37,44 @@ class Kind(enum.IntEnum):
     """From a follower: it has its weights and executables."""
 
 
-def pack_step(num_tokens: int, buffer: npt.NDArray[np.int32]) -> bytes:
-    """A step: its bucket, and which blocks of its buffer are not zero, and those."""
+def pack_step(
+    num_tokens: int,
+    buffer: npt.NDArray[np.int32],
+    masks: npt.NDArray[np.uint32] | None = None,
+) -> list[bytes | memoryview]:
+    """A step: its bucket, which blocks of its buffer are not zero, those, and the masks.
+
+    Args:
+        num_tokens: The bucket.
+        buffer: int32[X], as `StepBatch` has it.
+        masks: uint32[rows, O], of the rows that are sampled; None if none has one.
+    """
     words = buffer
     if len(words) % _BLOCK_WORDS:
         words = np.concatenate([words, np.zeros(-len(words) % _BLOCK_WORDS, np.int32)])
     blocks = words.reshape(-1, _BLOCK_WORDS)
     there = blocks.any(axis=1)
     head = _STEP.pack(num_tokens, len(buffer))
-    return b"".join((head, np.packbits(there).tobytes(), blocks[there].tobytes()))
+    step = b"".join((head, np.packbits(there).tobytes(), blocks[there].tobytes()))
+    return [step] if masks is None else [step, np.ascontiguousarray(masks).tobytes()]
 
 
-def unpack_step(payload: bytes) -> tuple[int, npt.NDArray[np.int32]]:
-    """The bucket and the buffer of `pack_step`."""
+def unpack_step(
+    payload: bytes,
+) -> tuple[int, npt.NDArray[np.int32], npt.NDArray[np.uint32]]:
+    """The bucket, the buffer, and the words of all masks, one after the other."""
     num_tokens, size = _STEP.unpack_from(payload)
     num_blocks = -(-size // _BLOCK_WORDS)
     mask_bytes = -(-num_blocks // 8)
     mask = np.frombuffer(payload, np.uint8, mask_bytes, _STEP.size)
     there = np.unpackbits(mask, count=num_blocks).astype(bool)
+    num_words = int(there.sum()) * _BLOCK_WORDS
+    start = _STEP.size + mask_bytes
     blocks = np.zeros((num_blocks, _BLOCK_WORDS), np.int32)
-    words = np.frombuffer(payload, np.int32, offset=_STEP.size + mask_bytes)
+    words = np.frombuffer(payload, np.int32, num_words, start)
     blocks[there] = words.reshape(-1, _BLOCK_WORDS)
-    return num_tokens, blocks.reshape(-1)[:size]
+    masks = np.frombuffer(payload, np.uint32, offset=start + 4 * num_words)
+    return num_tokens, blocks.reshape(-1)[:size], masks
 
 
 def pack_arrays(arrays: Sequence[npt.NDArray[Any] | None]) -> list[bytes | memoryview]:

@@ -25,7 +25,7 @@ from jaxmm.pod.messages import Kind, pack_step, unpack_step
 
 KEY = bytes(32)
 WARM_UP, STEPS = 200, 2000
-MAX_RUNNING, TABLE_PAGES, PAGE_SIZE = 128, 256, 128
+MAX_RUNNING, TABLE_PAGES, PAGE_SIZE, MASK_WORDS = 128, 256, 128, 4752
 
 
 def follow(address: tuple[str, int]) -> None:
@@ -35,8 +35,8 @@ def follow(address: tuple[str, int]) -> None:
         kind, payload = channel.receive()
         if kind is Kind.END:
             return
-        num_tokens, buffer = unpack_step(payload)
-        batch = StepBatch(StepLayout(num_tokens, MAX_RUNNING, TABLE_PAGES))
+        num_tokens, buffer, _ = unpack_step(payload)
+        batch = StepBatch(StepLayout(num_tokens, MAX_RUNNING, TABLE_PAGES, MASK_WORDS))
         batch.buffer[:] = buffer
         channel.send(Kind.DONE, [bytes(24)])
 
@@ -44,7 +44,7 @@ def follow(address: tuple[str, int]) -> None:
 def decode_batch(num_requests: int) -> StepBatch:
     """A decode step of requests with 2,000 tokens each, sampled at random."""
     rng = np.random.default_rng(0)
-    batch = StepBatch(StepLayout(max(16, num_requests), MAX_RUNNING, TABLE_PAGES))
+    batch = StepBatch(StepLayout(max(16, num_requests), MAX_RUNNING, TABLE_PAGES, MASK_WORDS))
     n = num_requests
     for name, value in (("num_tokens", n), ("num_decodes", n), ("num_sequences", n)):
         batch[name][...] = value
@@ -67,11 +67,11 @@ def measure(channels: list[Channel], batch: StepBatch) -> tuple[float, float, in
     start = time.perf_counter()
     message = pack_step(batch.layout.num_tokens, batch.buffer)
     for channel in channels:
-        channel.send(Kind.STEP, [message])
+        channel.send(Kind.STEP, message)
     told = time.perf_counter()
     for channel in channels:
         channel.receive()
-    return told - start, time.perf_counter() - start, len(message)
+    return told - start, time.perf_counter() - start, sum(map(len, message))
 
 
 def main() -> None:

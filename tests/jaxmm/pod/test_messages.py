@@ -15,11 +15,16 @@ some_array = st.sampled_from(["uint8", "int32", "int64", "float32"]).flatmap(
 )
 
 
+def joined(parts: Any) -> bytes:
+    """What arrives of buffers that are sent one after the other."""
+    return b"".join(bytes(part) for part in parts)
+
+
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=200), st.integers(0, 1 << 20))
 def test_a_step_arrives_as_it_was(words: list[int], num_tokens: int) -> None:
     buffer = np.array(words, np.int32)
-    bucket, arrived = unpack_step(pack_step(num_tokens, buffer))
-    assert bucket == num_tokens
+    bucket, arrived, masks = unpack_step(joined(pack_step(num_tokens, buffer)))
+    assert (bucket, len(masks)) == (num_tokens, 0)
     np.testing.assert_array_equal(arrived, buffer)
 
 
@@ -27,22 +32,22 @@ def test_a_step_arrives_as_it_was(words: list[int], num_tokens: int) -> None:
 def test_a_step_with_few_words_arrives_as_it_was(size: int, places: set[int]) -> None:
     buffer = np.zeros(size, np.int32)
     buffer[[p for p in places if p < size]] = -1
-    np.testing.assert_array_equal(unpack_step(pack_step(1, buffer))[1], buffer)
+    np.testing.assert_array_equal(unpack_step(joined(pack_step(1, buffer)))[1], buffer)
 
 
 def test_zeros_cost_a_bit_for_each_block() -> None:
     """128 sequences of up to 256 pages: 32 K words of page tables alone."""
-    layout = StepLayout(64, 128, 256)
+    layout = StepLayout(64, 128, 256, 4752)
     buffer = np.zeros(layout.size, np.int32)
     num_blocks = -(-layout.size // 32)
-    assert len(pack_step(64, buffer)) == 8 + -(-num_blocks // 8)
+    assert len(joined(pack_step(64, buffer))) == 8 + -(-num_blocks // 8)
     buffer[0] = 1
-    assert len(pack_step(64, buffer)) == 8 + -(-num_blocks // 8) + 4 * 32
+    assert len(joined(pack_step(64, buffer))) == 8 + -(-num_blocks // 8) + 4 * 32
 
 
 @given(st.lists(st.none() | some_array, max_size=6))
 def test_arrays_arrive_as_they_were(given_: list[Any]) -> None:
-    arrived = unpack_arrays(b"".join(bytes(part) for part in pack_arrays(given_)))
+    arrived = unpack_arrays(joined(pack_arrays(given_)))
     assert len(arrived) == len(given_)
     for one, other in zip(arrived, given_, strict=True):
         assert (one is None) == (other is None)
@@ -53,5 +58,13 @@ def test_arrays_arrive_as_they_were(given_: list[Any]) -> None:
 
 def test_arrays_that_are_no_single_piece_of_memory_arrive_too() -> None:
     whole = np.arange(24, dtype=np.int32).reshape(4, 6)
-    [arrived] = unpack_arrays(b"".join(bytes(p) for p in pack_arrays([whole[:, ::2]])))
+    [arrived] = unpack_arrays(joined(pack_arrays([whole[:, ::2]])))
     np.testing.assert_array_equal(arrived, whole[:, ::2])
+
+
+def test_masks_arrive_with_the_step() -> None:
+    masks = np.arange(12, dtype=np.uint32).reshape(3, 4)
+    step = joined(pack_step(1, np.ones(70, np.int32), masks))
+    _, buffer, arrived = unpack_step(step)
+    assert buffer.tolist() == [1] * 70
+    np.testing.assert_array_equal(arrived.reshape(3, 4), masks)

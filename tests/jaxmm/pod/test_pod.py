@@ -18,7 +18,7 @@ from tests.pods import FEW, free_port, pod, workload
 
 LEADER = ("-m", "tests.pods")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 
 def expected(model: Path) -> list[list[int]]:
