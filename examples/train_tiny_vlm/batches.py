@@ -37,7 +37,9 @@ AUX = (
     ("objects", 8, 1.0),  # 1 + objects in the picture, on every row
     ("background", 8, 0.5),  # on every row
 )
-PLACED = 2  # and two numbers, where in the picture the object is: 1 + thousandths of width and height
+PLACED = (
+    2  # and two numbers, where in the picture the object is: 1 + thousandths of width and height
+)
 COLUMN = {name: i for i, (name, _, _) in enumerate(AUX)}
 
 
