@@ -13,6 +13,7 @@ from jaxmm.answer import Answer, tell
 from jaxmm.dispatch import Dispatcher, Pending
 from jaxmm.errors import EngineStopped, JaxmmError
 from jaxmm.host.item import Item
+from jaxmm.host.kept import Keep
 from jaxmm.host.sequence import Sequence, Status
 from jaxmm.request import Delta
 from jaxmm.start import Parts
@@ -109,11 +110,12 @@ class Loop:
             self._tell(answer, error)
 
     def _take_inbox(self) -> None:
-        """Do what other threads asked for; with nothing to compute, wait for that."""
+        """Do what other threads asked for; with nothing to compute, wait for that, or until a
+        conversation expires."""
         idle = not self._pending and not self._plannable
         while True:
             try:
-                action = self._inbox.get(block=idle)
+                action = self._inbox.get(block=idle, timeout=self._scheduler.pins.seconds_left)
             except queue.Empty:
                 return
             action()
@@ -125,6 +127,7 @@ class Loop:
 
     def _turn(self, load_features: LoadFeatures) -> None:
         """Dispatch the next step, then read the one before it."""
+        self._scheduler.pins.expire()
         plan = self._scheduler.plan() if self._plannable else None
         dispatched = False
         if plan is not None:
@@ -148,10 +151,17 @@ class Loop:
             delta = answer.take(sequence, token, logprob)
             if delta.finish_reason is not None:  # all is given back before anybody hears of it
                 self._scheduler.finish(sequence, delta.finish_reason)
+                self._keep(sequence, answer)
                 if answer.num_open == 0:
                     del self._answers[answer.request.id]
             self._tell(answer, delta)
         self._stalled = False
+
+    def _keep(self, sequence: Sequence, answer: Answer) -> None:
+        """Pin the prefix of a conversation that goes on."""
+        keep = answer.request.keep
+        if isinstance(keep, Keep) and not keep.closed:
+            self._scheduler.keep(sequence, keep)
 
     def _answer_of(self, sequence: Sequence) -> Answer | None:
         """None when the request has ended, even if another one has its id now."""

@@ -233,3 +233,5 @@ class Request:
     min_pixels: int | None = None
     max_pixels: int | None = None
     """Pixel limits of this request's images, within the server's own."""
+    keep: Any = None
+    """The conversation that it is a turn of; set by `Session`."""

@@ -40,8 +40,16 @@ from jaxmm.models.config import ModelConfig
 from jaxmm.models.converted import is_converted, restore_params
 from jaxmm.models.loading import place_params
 from jaxmm.models.remote import fetch_small_files, is_remote
+from jaxmm.models.twin import text_is_bfloat16
 from jaxmm.request import SamplingParams
-from jaxmm.sizes import CPU_MAX_PIXELS, Sizes, describe, host_memory_bytes, settle_sizes
+from jaxmm.sizes import (
+    CPU_MAX_PIXELS,
+    Sizes,
+    describe,
+    has_room_for_twin,
+    host_memory_bytes,
+    settle_sizes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +164,7 @@ def build_parts(config: EngineConfig) -> Parts:
             backend=backend,
             ledger=ledger,
             compile_cache_dir=config.compile_cache_dir,
+            twin=_wants_twin(config, model, sizes, directory, backend),
         )
         weights = threads.submit(_load_weights, config, model, directory, dtype, runner)
         words = threads.submit(_load_tokenizer, model, directory)
@@ -218,6 +227,20 @@ def _load_weights(
             directory, model, dtype, runner.param_sharding, progress=config.progress
         )
     return place_params(directory, model, dtype, runner.place_param, progress=config.progress)
+
+
+def _wants_twin(
+    config: EngineConfig, model: ModelConfig, sizes: Sizes, directory: Path, backend: Backend
+) -> bool:
+    """Whether steps of one token shall read the decoder's weights in bfloat16."""
+    return (
+        jax.default_backend() == "cpu"
+        and backend.mesh is None
+        and _dtype(config) == jnp.float32
+        and has_room_for_twin(config, model, sizes, device_memory_bytes())
+        and not is_converted(directory)
+        and text_is_bfloat16(directory, model)
+    )
 
 
 def _load_tokenizer(model: ModelConfig, directory: Path) -> ChatTokenizer:

@@ -23,6 +23,7 @@ from jaxmm.host.lanes import MERGED_PATCHES
 from jaxmm.models import family_module
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.loading import param_shapes
+from jaxmm.models.twin import twin_shapes
 from jaxmm.request import MAX_LOGIT_BIAS
 from jaxmm.sizes import Sizes
 from kernels_pallas.scatter_rows import row_shape
@@ -37,7 +38,13 @@ class Lowering:
     """The steps of one engine, and the shapes of what they take."""
 
     def __init__(
-        self, model: ModelConfig, sizes: Sizes, dtype: DTypeLike, backend: Backend
+        self,
+        model: ModelConfig,
+        sizes: Sizes,
+        dtype: DTypeLike,
+        backend: Backend,
+        *,
+        twin: bool = False,
     ) -> None:
         """Describe the arrays; each is a `jax.ShapeDtypeStruct`.
 
@@ -46,6 +53,7 @@ class Lowering:
             sizes: Settled sizes.
             dtype: Of weights, KV pages and arena.
             backend: Implementation of the ops, and the chips.
+            twin: The step of one token takes the decoder's `twin`.
         """
         self._vision = model.vision
         self._width = model.text.width
@@ -54,6 +62,7 @@ class Lowering:
         self.params: steps.Params = param_shapes(
             model, dtype, lambda path: backend.sharding(param_spec(path))
         )
+        self._twin = twin_shapes(self.params["text"]) if twin else None
         pool = pool_shape(model.text, sizes.num_pages, sizes.page_size, backend)
         self.kv_pages = tuple(
             self._shape(*pool, dtype=dtype, spec=KV_POOL) for _ in range(model.text.num_layers)
@@ -92,11 +101,12 @@ class Lowering:
     def language(self, rung: int) -> jax.stages.Lowered:
         """Lower the language step of a bucket of tokens."""
         layout = self.layout(rung)
+        params = self._twin if self._twin is not None and rung == 1 else self.params["text"]
         return steps.language_step.lower(
             self._decoder,
             self._backend,
             layout,
-            self.params["text"],
+            params,
             self.kv_pages,
             self.state,
             self.arena,

@@ -20,6 +20,7 @@ from jaxmm.host.batch import StepBatch, StepLayout
 from jaxmm.host.lanes import EncodeBatch
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.stored import Block, ParameterPath, Stored
+from jaxmm.models.twin import make_twin
 from jaxmm.request import MAX_LOGIT_BIAS
 from jaxmm.sizes import Sizes
 
@@ -39,6 +40,7 @@ class Runner:
         backend: Backend,
         ledger: CompileLedger,
         compile_cache_dir: str,
+        twin: bool = False,
     ) -> None:
         """Allocate the device's memory; nothing is compiled or loaded yet.
 
@@ -49,15 +51,18 @@ class Runner:
             backend: Implementation of the ops, and the chips.
             ledger: Told of every executable.
             compile_cache_dir: Where executables are kept between starts.
+            twin: Keep the decoder's weights in bfloat16 too, for steps of one token.
         """
-        self._lowering = Lowering(model, sizes, dtype, backend)
+        self._lowering = Lowering(model, sizes, dtype, backend, twin=twin)
+        self._has_twin = twin
         self._sizes = sizes
         self._backend = backend
         self._params: steps.Params = {}
+        self._single: Any = None  # the text weights for a step of one token
         self._kv_pages = jax.tree.map(_zeros, self._lowering.kv_pages)
         self._arena = _zeros(self._lowering.arena)
         self._state = jax.tree.map(_zeros, self._lowering.state)  # `init_state` is all zeros
-        fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}|{backend}"
+        fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}|{backend}|{twin}"
         self._executables = Executables(ledger, compile_cache_dir, fingerprint)
 
     def layout(self, num_tokens: int) -> StepLayout:
@@ -67,6 +72,7 @@ class Runner:
     def place(self, params: steps.Params) -> None:
         """Take the weights, `{"vision": …, "text": …}` as `load_params` gives them."""
         self._params = params
+        self._single = make_twin(params["text"]) if self._has_twin else params["text"]
 
     def place_param(self, stored: Stored) -> jax.Array:
         """Send one parameter to the device, each chip its part; only parts of chips here are read.
@@ -122,9 +128,10 @@ class Runner:
 
     def step(self, batch: StepBatch) -> Sampled:
         """Run a language step; the rows asked for come back in order, those after are filler."""
-        run = self._executables["language", batch.layout.num_tokens]
+        num_tokens = batch.layout.num_tokens
+        run = self._executables["language", num_tokens]
         self._kv_pages, self._state, sampled = run(
-            self._params["text"],
+            self._single if num_tokens == 1 else self._params["text"],
             self._kv_pages,
             self._state,
             self._arena,

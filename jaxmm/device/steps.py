@@ -103,7 +103,8 @@ def _language_step(
         fed_T = state.last_B[jnp.maximum(step["feed_T"], 0)]
         ids_T = jnp.where(step["feed_T"] >= 0, fed_T, step["ids_T"])
         put = partial(scatter_rows, implementation=backend.kernels)
-        hidden_TD = backend.per_chip(put, WHOLE, WHOLE)(text.embed(ids_T), arena, step["row_T"])
+        text_TD = text.embed(ids_T).astype(kv_pages[0].dtype)
+        hidden_TD = backend.per_chip(put, WHOLE, WHOLE)(text_TD, arena, step["row_T"])
     ragged = Ragged(
         num_decodes=step["num_decodes"],
         num_sequences=step["num_sequences"],
