@@ -19,6 +19,7 @@ from jaxmm.device.backend import Backend, check_sizes, settle_backend
 from jaxmm.device.executables import source_digest
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.runner import Runner
+from jaxmm.device.scratch import keep_scratch_memory
 from jaxmm.errors import ConfigError, ModelError, RequestError, SamplingError
 from jaxmm.host.arena import Arena
 from jaxmm.host.chat import ChatTokenizer
@@ -171,6 +172,8 @@ def settle_basis(config: EngineConfig) -> Basis:
         ConfigError, ModelError: The message names the setting or key.
     """
     join(config)
+    if jax.default_backend() == "cpu" and not keep_scratch_memory():
+        logger.info("the C library keeps no scratch memory: steps clear theirs anew")
     directory = model_directory(config)
     model = read_config(directory)
     check_vocabulary(model.text.vocab_size)
