@@ -375,12 +375,15 @@ class Engine:
 
     def _lane(self, jobs: list[EncodeJob]) -> Any:
         lane_patches = self.sizes.buckets.lane_patches(sum(self._packed(j.item) for j in jobs))
+        vision = self._parts.model.vision
         return pack_lane(
             [job.item.features for job in jobs if job.item.features is not None],
             [job.item.grid_thw for job in jobs],
             [job.lease.slots for job in jobs],
             lane_patches=lane_patches,
-            window_patches=self._parts.model.vision.window_patches,
+            patch_values=vision.patch_values,
+            window_patches=vision.window_patches,
+            with_sizes=vision.position_side > 0,
             drop_slot=self.sizes.num_rows,
         )
 

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jaxmm.device import steps
 from jaxmm.device.executables import Executables, Lower
+from jaxmm.device.lane import Lane
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.sampling import Sampled, init_state
 from jaxmm.host.batch import StepBatch, StepLayout
@@ -64,7 +65,7 @@ class Runner:
         t = model.text
         page_shape = (sizes.num_pages, 2 * t.num_kv_heads, sizes.page_size, t.head_channels)
         self._kv_pages = tuple(jnp.zeros(page_shape, dtype) for _ in range(t.num_layers))
-        self._arena = jnp.zeros((sizes.num_rows + 1, t.width), dtype)
+        self._arena = jnp.zeros((sizes.num_rows + 1, t.row_width), dtype)
         self._state = init_state(sizes.max_running, t.vocab_size)
         fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}"
         self._executables = Executables(ledger, compile_cache_dir, fingerprint)
@@ -103,8 +104,13 @@ class Runner:
     def encode(self, lane: EncodeBatch) -> None:
         """Encode a lane into the arena."""
         run = self._executables["encode", lane.patches.shape[0]]
-        arrays = (lane.patches, lane.coords, lane.segment, lane.window, lane.slots)
-        self._arena = run(self._params["vision"], self._arena, steps.Lane(*jax.device_put(arrays)))
+        rest = (lane.coords, lane.segment, lane.window, lane.sizes, lane.slots)
+        patches = jax.device_put(lane.patches)
+        # without video the second frames are never read: no second array crosses
+        later = patches if lane.later is None else jax.device_put(lane.later)
+        any_later = jax.device_put(np.bool_(lane.later is not None))
+        placed = Lane(patches, later, any_later, *jax.device_put(rest))
+        self._arena = run(self._params["vision"], self._arena, placed)
 
     def step(self, batch: StepBatch) -> Sampled:
         """Run a language step; the rows asked for come back in order, those after are filler."""
@@ -168,12 +174,16 @@ class Runner:
         def shape(*dims: int, dtype: DTypeLike = jnp.int32) -> Any:
             return jax.ShapeDtypeStruct(dims, dtype)
 
-        lane = steps.Lane(
-            shape(rung, vision.patch_values, dtype=jnp.uint8),
-            shape(rung, 2),
-            shape(rung),
-            shape(rung) if vision.window_patches else None,
-            shape(rung // MERGED_PATCHES),
+        patches = shape(rung, vision.patch_values, dtype=jnp.uint8)
+        lane = Lane(
+            patches_NU=patches,
+            later_NU=patches,
+            any_later=shape(dtype=jnp.bool_),
+            coords_N2=shape(rung, 2),
+            segment_N=shape(rung),
+            window_N=shape(rung) if vision.window_patches else None,
+            size_N2=shape(rung, 2) if vision.position_side else None,
+            slot_M=shape(rung // MERGED_PATCHES),
         )
         return steps.encode_step.lower(
             self._encoder, _shapes(self._params["vision"]), _shapes(self._arena), lane

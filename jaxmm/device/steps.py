@@ -5,15 +5,17 @@ can therefore never compile by accident. `Executables` keeps the executables and
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jaxtyping import Float, Int32, UInt8
+from jaxtyping import Float, Int32
 
+from jaxmm.device.image_rows import ImageRows
 from jaxmm.device.kv import PagedAttention
+from jaxmm.device.lane import Lane
 from jaxmm.device.sampling import (
     Sampled,
     SampleParams,
@@ -24,7 +26,6 @@ from jaxmm.device.sampling import (
 )
 from jaxmm.host.batch import FLOAT_FIELDS, StepLayout
 from kernels_pallas.ragged_paged_attention import Ragged
-from kernels_pallas.scatter_rows import scatter_rows
 
 Params = Mapping[str, Any]
 KVPages = tuple[Float[Array, "P J S C"], ...]
@@ -32,35 +33,24 @@ KVPages = tuple[Float[Array, "P J S C"], ...]
 MAX_SAMPLE_GROUP = 16
 
 
-class Lane(NamedTuple):
-    """Device form of `jaxmm.host.lanes.EncodeBatch`."""
-
-    patches_NU: UInt8[Array, "N U"]
-    coords_N2: Int32[Array, "N 2"]
-    segment_N: Int32[Array, " N"]
-    window_N: Int32[Array, " N"] | None
-    slot_M: Int32[Array, " M"]
-
-
 def _encode_step(
-    encoder: nnx.GraphDef[Any], params: Params, arena_RD: Float[Array, "R D"], lane: Lane
-) -> Float[Array, "R D"]:
+    encoder: nnx.GraphDef[Any], params: Params, arena_RX: Float[Array, "R X"], lane: Lane
+) -> Float[Array, "R X"]:
     """Encode one lane of packed images into the arena.
 
-    Static: encoder. Donated: arena_RD. Bucketed: N, the lane's patches.
+    Static: encoder. Donated: arena_RX. Bucketed: N, the lane's patches.
     The arena's last row takes what padding writes.
     """
     vision = nnx.merge(encoder, params)
-    rows_MD = vision(lane.patches_NU, lane.coords_N2, lane.segment_N, lane.window_N)
-    rows_MD = rows_MD.astype(arena_RD.dtype)
+    rows_MX = vision(lane).astype(arena_RX.dtype)
 
     def write(m: Int32[Array, ""], arena: Array) -> Array:
         return lax.dynamic_update_slice(
-            arena, lax.dynamic_slice_in_dim(rows_MD, m, 1), (lane.slot_M[m], 0)
+            arena, lax.dynamic_slice_in_dim(rows_MX, m, 1), (lane.slot_M[m], 0)
         )
 
     with jax.named_scope("arena"):
-        return lax.fori_loop(0, lane.slot_M.shape[0], write, arena_RD)
+        return lax.fori_loop(0, lane.slot_M.shape[0], write, arena_RX)
 
 
 def _language_step(
@@ -69,7 +59,7 @@ def _language_step(
     params: Params,
     kv_pages: KVPages,
     state: SamplerState,
-    arena_RD: Float[Array, "R D"],
+    arena_RX: Float[Array, "R X"],
     buffer: Int32[Array, " X"],
 ) -> tuple[KVPages, SamplerState, Sampled]:
     """Extend and decode one step's tokens, and sample.
@@ -81,7 +71,8 @@ def _language_step(
     with jax.named_scope("embed"):
         fed_T = state.last_B[jnp.maximum(step["feed_T"], 0)]
         ids_T = jnp.where(step["feed_T"] >= 0, fed_T, step["ids_T"])
-        hidden_TD = scatter_rows(text.embed(ids_T), arena_RD, step["row_T"])
+        rows = ImageRows(arena_RX, step["row_T"])
+        hidden_TD = rows.into(text.embed(ids_T))
     attention = PagedAttention(
         slot_T=step["kv_slot_T"],
         num_tokens=step["num_tokens"],
@@ -94,7 +85,7 @@ def _language_step(
             tables_BQ=step["tables_BQ"],
         ),
     )
-    hidden_TD, kv_pages = text(hidden_TD, step["positions_AT"], kv_pages, attention)
+    hidden_TD, kv_pages = text(hidden_TD, step["positions_AT"], kv_pages, attention, rows)
     with jax.named_scope("sample"):
         sampled = _sample(text.logits, hidden_TD, step, state)
         state = remember(
@@ -189,7 +180,7 @@ def _prime_step(
     return prime(state, slot, fresh, prompt_X, output_X, bias_id_X, bias_X)
 
 
-encode_step = jax.jit(_encode_step, static_argnames=("encoder",), donate_argnames=("arena_RD",))
+encode_step = jax.jit(_encode_step, static_argnames=("encoder",), donate_argnames=("arena_RX",))
 language_step = jax.jit(
     _language_step,
     static_argnames=("decoder", "layout"),

@@ -39,23 +39,33 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
+    swapped: bool = False
+    """Some files hold it with its last two axes swapped; told by the shape, and as published where
+    both axes are equal."""
+
+    def shows(self, stored: tuple[int, ...]) -> bool:
+        """Whether a tensor of that shape can be this one."""
+        return stored == self.shape or (self.swapped and stored == _swap(self.shape))
+
+
+def _swap(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter made of tensors laid one below the other (along axis 0).
-
-    What has more than two axes (a convolution over patches) is flattened to two.
-    """
+    """A parameter made of tensors laid one below the other (along axis 0)."""
 
     path: ParameterPath
     tensors: tuple[Tensor, ...]
+    flat: bool = True
+    """What has more than two axes (a convolution over patches) is flattened to two."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         rows = sum(t.shape[0] for t in self.tensors)
         rest = self.tensors[0].shape[1:]
-        return (rows, int(np.prod(rest))) if rest else (rows,)
+        return (rows, int(np.prod(rest))) if rest and self.flat else (rows, *rest)
 
 
 def load_params(
@@ -145,7 +155,7 @@ def _check_shapes(table: Sequence[Parameter], sources: Sources, files: Mapping[P
         name, path = sources[tensor.name]
         stored = files[path].get_slice(name)
         shape = tuple(stored.get_shape())
-        if shape != tensor.shape:
+        if not tensor.shows(shape):
             raise ModelError(
                 f"tensor {name!r} has shape {shape}; config.json asks for {tensor.shape}"
             )
@@ -160,8 +170,11 @@ def _read(
 ) -> npt.NDArray[Any]:
     """Read and cast the tensors of one parameter into one new array."""
     if len(parameter.tensors) == 1:
-        name, path = sources[parameter.tensors[0].name]
+        part = parameter.tensors[0]
+        name, path = sources[part.name]
         tensor: npt.NDArray[Any] = files[path].get_tensor(name)
+        if tensor.shape != part.shape:
+            tensor = np.ascontiguousarray(tensor.swapaxes(-1, -2))
         return tensor.astype(dtype, copy=False).reshape(parameter.shape)
     value = np.empty(parameter.shape, dtype)
     start = 0

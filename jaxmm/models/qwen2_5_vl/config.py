@@ -12,6 +12,7 @@ from jaxmm.models.config import (
     read_json,
     read_model_config,
     read_normalisation,
+    read_text_config,
     require,
 )
 
@@ -24,7 +25,7 @@ def read_config(directory: Path) -> ModelConfig:
     """
     raw = read_json(directory / "config.json")
     vision = _read_vision(directory, raw.get("vision_config") or {})
-    return read_model_config(directory, "qwen2_5_vl", vision, raw)
+    return read_model_config(directory, read_text_config(directory, raw), vision, raw)
 
 
 def _read_vision(directory: Path, raw: Raw) -> VisionConfig:

@@ -7,6 +7,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
+from jaxmm.device.image_rows import ImageRows
 from jaxmm.device.kv import PagedAttention
 from jaxmm.device.linear import linear
 from jaxmm.device.norms import rms_norm
@@ -51,8 +52,7 @@ class TextLayer(nnx.Module):
             hidden_TD += linear(attended_THC.reshape(x_TD.shape[0], -1), self.out_DO[...])
         with jax.named_scope("mlp"):
             x_TD = rms_norm(hidden_TD, self.mlp_norm_D[...], config.rms_eps)
-            gate_TF, up_TF = jnp.split(linear(x_TD, self.gate_up_OD[...]), 2, axis=1)
-            hidden_TD += linear(jax.nn.silu(gate_TF) * up_TF, self.down_DF[...])
+            hidden_TD += gated_mlp(x_TD, self.gate_up_OD[...], self.down_DF[...])
         return hidden_TD, pages_PJSC
 
 
@@ -77,6 +77,7 @@ class TextDecoder(nnx.Module):
         positions_AT: Int32[Array, "3 T"],
         kv_pages: tuple[Float[Array, "P J S C"], ...],
         attention: PagedAttention,
+        rows: ImageRows,
     ) -> tuple[Float[Array, "T D"], tuple[Float[Array, "P J S C"], ...]]:
         """Run the layers.
 
@@ -85,10 +86,12 @@ class TextDecoder(nnx.Module):
             positions_AT: M-RoPE positions (time, height, width).
             kv_pages: Each layer's pages.
             attention: Writes the step's KV and attends.
+            rows: Not used: image rows of this family have no levels beyond the embedding.
 
         Returns:
             The normalised output, and the pages.
         """
+        del rows
         config = self.config
         rope = Rope.of(mrope_angles(positions_AT, config))
         written = []
@@ -101,6 +104,14 @@ class TextDecoder(nnx.Module):
         """Float32 logits of some rows of the output."""
         head_VD = self.embed_VD if self.config.tied else self.head_VD
         return linear(hidden_BD, head_VD[...]).astype(jnp.float32)
+
+
+def gated_mlp(
+    x_TD: Float[Array, "T D"], gate_up_OD: Float[Array, "2*F D"], down_DF: Float[Array, "D F"]
+) -> Float[Array, "T D"]:
+    """SwiGLU (arXiv:2002.05202)."""
+    gate_TF, up_TF = jnp.split(linear(x_TD, gate_up_OD), 2, axis=1)
+    return linear(jax.nn.silu(gate_TF) * up_TF, down_DF)
 
 
 def mrope_angles(positions_AT: Int32[Array, "3 T"], config: TextConfig) -> Float[Array, "T X"]:

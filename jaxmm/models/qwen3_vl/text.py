@@ -1,0 +1,162 @@
+"""The Qwen3 text decoder with interleaved M-RoPE and deepstack (arXiv:2511.21631, §2). Traced."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int32
+
+from jaxmm.device.experts import expert_mlp, route
+from jaxmm.device.image_rows import ImageRows
+from jaxmm.device.kv import PagedAttention
+from jaxmm.device.linear import linear
+from jaxmm.device.norms import rms_norm
+from jaxmm.device.rope import Rope, rotate
+from jaxmm.models.config import TextConfig
+from jaxmm.models.qwen2_vl.text import gated_mlp
+
+
+class TextLayer(nnx.Module):
+    """Attention with normalised queries and keys, and an MLP, each added to the residual."""
+
+    def __init__(self, config: TextConfig, dtype: DTypeLike, *, experts: bool) -> None:
+        d, c = config.width, config.head_channels
+        o = (config.num_heads + 2 * config.num_kv_heads) * c
+        self.attn_norm_D = nnx.Param(jnp.ones((d,), dtype))
+        self.qkv_OD = nnx.Param(jnp.zeros((o, d), dtype))
+        self.q_norm_C = nnx.Param(jnp.ones((c,), dtype))
+        self.k_norm_C = nnx.Param(jnp.ones((c,), dtype))
+        self.out_DO = nnx.Param(jnp.zeros((d, config.num_heads * c), dtype))
+        self.mlp_norm_D = nnx.Param(jnp.ones((d,), dtype))
+        self.mlp = Experts(config, dtype) if experts else Mlp(config, dtype)
+        self.config = config
+
+    def __call__(
+        self,
+        hidden_TD: Float[Array, "T D"],
+        rope: Rope,
+        pages_PJSC: Float[Array, "P J S C"],
+        attention: PagedAttention,
+    ) -> tuple[Float[Array, "T D"], Float[Array, "P J S C"]]:
+        """One layer; returns the residual and the layer's pages with the step's KV written."""
+        eps = self.config.rms_eps
+        with jax.named_scope("attention"):
+            x_TD = rms_norm(hidden_TD, self.attn_norm_D[...], eps)
+            q_THC, kv_TJC = self._heads(x_TD, rope)
+            attended_THC, pages_PJSC = attention(q_THC, kv_TJC, pages_PJSC)
+            hidden_TD += linear(attended_THC.reshape(x_TD.shape[0], -1), self.out_DO[...])
+        with jax.named_scope("mlp"):
+            hidden_TD += self.mlp(rms_norm(hidden_TD, self.mlp_norm_D[...], eps))
+        return hidden_TD, pages_PJSC
+
+    def _heads(
+        self, x_TD: Float[Array, "T D"], rope: Rope
+    ) -> tuple[Float[Array, "T H C"], Float[Array, "T J C"]]:
+        """Rotated queries; rotated keys, then values."""
+        config = self.config
+        h, k = config.num_heads, config.num_kv_heads
+        qkv_TO = linear(x_TD, self.qkv_OD[...])
+        qkv_THC = qkv_TO.reshape(x_TD.shape[0], -1, config.head_channels)
+        q_THC = rotate(rms_norm(qkv_THC[:, :h], self.q_norm_C[...], config.rms_eps), rope)
+        kv_TJC = qkv_THC[:, h:]
+        key_TJC = rotate(rms_norm(kv_TJC, self.k_norm_C[...], config.rms_eps), rope)
+        is_key_J1 = jnp.arange(2 * k)[:, None] < k
+        return q_THC, jnp.where(is_key_J1, key_TJC, kv_TJC)
+
+
+class Mlp(nnx.Module):
+    """One MLP for all tokens."""
+
+    def __init__(self, config: TextConfig, dtype: DTypeLike) -> None:
+        d, f = config.width, config.mlp_width
+        self.gate_up_OD = nnx.Param(jnp.zeros((2 * f, d), dtype))
+        self.down_DF = nnx.Param(jnp.zeros((d, f), dtype))
+
+    def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return gated_mlp(x_TD, self.gate_up_OD[...], self.down_DF[...])
+
+
+class Experts(nnx.Module):
+    """A few of Z MLPs for each token, chosen by a router (arXiv:1701.06538)."""
+
+    def __init__(self, config: TextConfig, dtype: DTypeLike) -> None:
+        z, d, f = config.num_experts, config.width, config.expert_width
+        self.router_ZD = nnx.Param(jnp.zeros((z, d), dtype))
+        self.gate_up_ZDO = nnx.Param(jnp.zeros((z, d, 2 * f), dtype))
+        self.down_ZFD = nnx.Param(jnp.zeros((z, f, d), dtype))
+        self.per_token = config.experts_per_token
+
+    def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        routing = route(linear(x_TD, self.router_ZD[...]), self.per_token)
+        return expert_mlp(x_TD, self.gate_up_ZDO[...], self.down_ZFD[...], routing)
+
+
+class TextDecoder(nnx.Module):
+    """Embedding, layers, final norm and head."""
+
+    def __init__(self, config: TextConfig, dtype: DTypeLike) -> None:
+        self.embed_VD = nnx.Param(jnp.zeros((config.vocab_size, config.width), dtype))
+        self.layers = nnx.List(
+            [
+                TextLayer(config, dtype, experts=config.has_experts(layer))
+                for layer in range(config.num_layers)
+            ]
+        )
+        self.norm_D = nnx.Param(jnp.ones((config.width,), dtype))
+        if not config.tied:
+            self.head_VD = nnx.Param(jnp.zeros((config.vocab_size, config.width), dtype))
+        self.config = config
+
+    def embed(self, ids_T: Int32[Array, " T"]) -> Float[Array, "T D"]:
+        """Embeddings of ids, all within the vocabulary."""
+        return self.embed_VD[...][ids_T]
+
+    def __call__(
+        self,
+        hidden_TD: Float[Array, "T D"],
+        positions_AT: Int32[Array, "3 T"],
+        kv_pages: tuple[Float[Array, "P J S C"], ...],
+        attention: PagedAttention,
+        rows: ImageRows,
+    ) -> tuple[Float[Array, "T D"], tuple[Float[Array, "P J S C"], ...]]:
+        """Run the layers.
+
+        Args:
+            hidden_TD: Embeddings, image rows in place.
+            positions_AT: M-RoPE positions (time, height, width).
+            kv_pages: Each layer's pages.
+            attention: Writes the step's KV and attends.
+            rows: Level i of the image rows is added after layer i - 1, to image tokens only.
+
+        Returns:
+            The normalised output, and the pages.
+        """
+        config = self.config
+        rope = Rope.of(mrope_angles(positions_AT, config))
+        written = []
+        for index, (layer, pages_PJSC) in enumerate(zip(self.layers, kv_pages, strict=True)):
+            hidden_TD, pages_PJSC = layer(hidden_TD, rope, pages_PJSC, attention)
+            written.append(pages_PJSC)
+            if index < config.deepstack_levels:
+                hidden_TD = rows.add(hidden_TD, level=index + 1)
+        return rms_norm(hidden_TD, self.norm_D[...], config.rms_eps), tuple(written)
+
+    def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """Float32 logits of some rows of the output."""
+        head_VD = self.embed_VD if self.config.tied else self.head_VD
+        return linear(hidden_BD, head_VD[...]).astype(jnp.float32)
+
+
+def mrope_angles(positions_AT: Int32[Array, "3 T"], config: TextConfig) -> Float[Array, "T X"]:
+    """Angles of interleaved M-RoPE, float32, X = C/2.
+
+    Frequencies turn with time, height, width, time, …; where the section of height or width is
+    used up, with time.
+    """
+    half = config.head_channels // 2
+    index_X = jnp.arange(half)
+    section_A = jnp.array((half, *config.mrope_section[1:]))
+    axis_X = jnp.where(index_X < 3 * section_A[index_X % 3], index_X % 3, 0)
+    position_TX = positions_AT.astype(jnp.float32)[axis_X].T
+    return position_TX * config.rope_theta ** -(index_X.astype(jnp.float32) / half)
