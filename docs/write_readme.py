@@ -27,6 +27,7 @@ NOTES = {
     "jaxmm/assets": "the model that is served when none is named",
     "kernels_pallas": "one folder an op: api, portable form, Pallas kernel, references",
     "serving": "HTTP server and command line",
+    "configs/deploy": "scripts, container file and manifests to put it on TPUs; see docs/deploy.md",
     "tests": "mirrors the packages; oracles, hand-made numbers, state machines",
     "tests/bench": "benchmarks, each with its command at the top",
     "docs/decisions": "what was measured and what was chosen, a page each",

@@ -1,16 +1,30 @@
 """What a request in progress has produced, and how it is told to the caller. Host only."""
 
+import logging
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from jaxmm.errors import JaxmmError
+from jaxmm.host.decodes import Gone
 from jaxmm.host.detokenize import Detokenizer
 from jaxmm.host.sequence import Sequence
 from jaxmm.request import Delta, FinishReason, Request, TokenLogprob, Usage
 
+logger = logging.getLogger(__name__)
+
 OnEvent = Callable[[Delta | JaxmmError], None]
 """Called on the engine's thread; must not block. An error ends the request."""
+
+
+def tell(request: Request, on_event: OnEvent, event: Delta | JaxmmError) -> bool:
+    """Pass an event on; False: the listener failed, and its request must end."""
+    try:
+        on_event(event)
+    except Exception:
+        logger.exception("listener failed request=%s", request.id)
+        return False
+    return True
 
 
 @dataclass(slots=True)
@@ -22,6 +36,8 @@ class Answer:
     sequences: tuple[Sequence, ...]
     detokenizers: tuple[Detokenizer, ...]
     eos_ids: Set[int]
+    gone: Gone
+    """Done when the request is aborted."""
     num_open: int = field(init=False)
     """Completions that are not finished."""
 
@@ -38,12 +54,13 @@ class Answer:
         token_bytes: Tokens[bytes],
         special_ids: Set[int],
         eos_ids: Tokens[int],
+        gone: Gone,
     ) -> "Answer":
         """Begin with nothing said."""
         params = request.sampling
         detokenizers = tuple(Detokenizer(token_bytes, special_ids, params.stop) for _ in sequences)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_ids))
-        return cls(request, on_event, sequences, detokenizers, ends)
+        return cls(request, on_event, sequences, detokenizers, ends, gone)
 
     def take(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> Delta:
         """Note a token that the sequence has just got.

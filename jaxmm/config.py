@@ -101,6 +101,13 @@ class MediaConfig:
     """Items of one request."""
     workers: int = 0
     """Decoding processes; 0: one for each two cores, at least one."""
+    timeout_seconds: float = 30.0
+    """Time for decoding one picture; its process is then replaced."""
+    worker_memory_bytes: int = 0
+    """Memory that a decoding process may take for one picture; 0: 16 bytes for each pixel of
+    `max_decode_pixels`, and some for the rest."""
+    quarantine_seconds: float = 600.0
+    """Time for which a file is refused that ended its decoding process; 0: not at all."""
     map_entries: int = 4096
     """Files whose size and identity are remembered, so that a repeat is not decoded."""
 
@@ -108,9 +115,20 @@ class MediaConfig:
         for name in ("max_bytes", "max_decode_pixels", "max_items"):
             value = getattr(self, name)
             _require(value >= 1, f"media.{name}={value} is below 1")
-        for name in ("min_pixels", "max_pixels", "workers", "map_entries"):
+        for name in ("min_pixels", "max_pixels", "workers", "worker_memory_bytes", "map_entries"):
             value = getattr(self, name)
             _require(value >= 0, f"media.{name}={value} is negative; use 0 for the default")
+        _require(
+            self.worker_memory_bytes == 0 or self.worker_memory_bytes >= 64 << 20,
+            f"media.worker_memory_bytes={self.worker_memory_bytes} is below 64 MiB; use 0",
+        )
+        _require(
+            self.timeout_seconds > 0, f"media.timeout_seconds={self.timeout_seconds} is not above 0"
+        )
+        _require(
+            self.quarantine_seconds >= 0,
+            f"media.quarantine_seconds={self.quarantine_seconds} is negative; use 0",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +139,10 @@ class EngineConfig:
     """Directory of a Hugging Face checkpoint; empty: the small model that jaxmm ships."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and KV; auto: float32 on CPU, bfloat16 elsewhere."""
+    kernels: Literal["auto", "pallas", "portable"] = "auto"
+    """Implementation of attention and row moves; auto: Pallas on TPUs, portable elsewhere."""
+    tensor_parallel: int = 1
+    """Chips that the language model is split over; it must divide the KV heads."""
     max_model_len: int = 0
     """Tokens of prompt and output together; 0: the checkpoint's limit, at most 32768."""
     max_running: int = 0
@@ -141,6 +163,7 @@ class EngineConfig:
     media: MediaConfig = field(default_factory=MediaConfig)
 
     def __post_init__(self) -> None:
+        _require(self.tensor_parallel >= 1, f"tensor_parallel={self.tensor_parallel} is below 1")
         _require(self.max_model_len >= 0, f"max_model_len={self.max_model_len} is negative; use 0")
         _require(self.max_running >= 0, f"max_running={self.max_running} is negative; use 0")
         _require(self.max_waiting >= 1, f"max_waiting={self.max_waiting} is below 1")

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxmm.config import EngineConfig
 from jaxmm.errors import ConfigError
@@ -15,6 +16,8 @@ CPU_MAX_PIXELS = 1605632
 _MAX_MODEL_LEN = 32768
 _CPU_KV_BYTES = 2 << 30
 _CPU_KV_TOKENS = 131072
+_PALLAS_TOKENS = 32  # steps are multiples of it; what a smaller one would save is nothing
+_PALLAS_PATCHES = 256  # queries of a tile of the encoder's attention
 _ROW_GROUP = 16  # sampled rows go through the head in groups of sixteen
 
 
@@ -58,6 +61,7 @@ def settle_sizes(
     platform: str,
     memory_bytes: int,
     itemsize: int,
+    kernels: Literal["portable", "pallas"] = "portable",
 ) -> Sizes:
     """Fill in the sizes left at 0.
 
@@ -68,6 +72,7 @@ def settle_sizes(
         platform: JAX's name of the device kind.
         memory_bytes: Memory of one device.
         itemsize: Bytes of one weight or KV value.
+        kernels: The implementation of the ops; "pallas" has sizes of its own.
 
     Raises:
         ConfigError: The memory does not hold the weights and one request.
@@ -76,11 +81,14 @@ def settle_sizes(
     page_size = config.pages.page_size or (64 if on_cpu else 128)
     max_running = round_up(config.max_running or (32 if on_cpu else 128), _ROW_GROUP)
     wanted_tokens = max(config.buckets.max_step_tokens or (512 if on_cpu else 2048), max_running)
-    tokens = token_rungs(config.buckets.min_step_tokens, wanted_tokens, dense=on_cpu)
+    pallas = kernels == "pallas"
+    low = max(config.buckets.min_step_tokens, _PALLAS_TOKENS if pallas else 1)
+    tokens = token_rungs(low, wanted_tokens, dense=on_cpu)
     patches = patch_rungs(
         config.buckets.min_lane_patches or 256,
         _lane_patches(config, model, max_patches),
         dense=on_cpu,
+        align=_PALLAS_PATCHES if pallas else 64,
     )
     max_model_len = config.max_model_len or min(model.max_position, _MAX_MODEL_LEN)
     num_rows = config.arena.num_rows or max(16384, patches[-1])

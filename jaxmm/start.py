@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxmm.config import EngineConfig
+from jaxmm.device.backend import Backend, check_sizes, settle_backend
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.runner import Runner
 from jaxmm.errors import ModelError, RequestError, SamplingError
@@ -22,7 +23,9 @@ from jaxmm.host.arena import Arena
 from jaxmm.host.chat import ChatTokenizer
 from jaxmm.host.decode import Decoder
 from jaxmm.host.decode_pool import DecodePool
+from jaxmm.host.decodes import Decodes
 from jaxmm.host.identity import check_vocabulary
+from jaxmm.host.item import Item
 from jaxmm.host.lanes import packed_patches
 from jaxmm.host.media import Limits
 from jaxmm.host.media_map import MediaMap
@@ -69,6 +72,7 @@ class Parts:
     eos_ids: tuple[int, ...]
     decoder: Decoder
     media_map: MediaMap
+    decodes: Decodes
     preparer: Preparer
     pool: PagePool
     prefix_cache: PrefixCache
@@ -77,6 +81,10 @@ class Parts:
     runner: Runner
     ledger: CompileLedger
     padding: Padding
+
+    def packed_patches(self, item: Item) -> int:
+        """Patches that an item takes in an encode lane."""
+        return packed_patches(item.grid_thw, self.model.vision.window_patches)
 
     def check_ids(self, token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         """Prompt ids given by a caller, int64[T0].
@@ -130,15 +138,21 @@ def build_parts(config: EngineConfig) -> Parts:
     check_vocabulary(model.text.vocab_size)
     dtype = _dtype(config)
     processor = _processor(config, model, directory)
-    sizes = _sizes(config, model, processor)
+    backend = settle_backend(config.kernels, config.tensor_parallel, model, dtype)
+    sizes = _sizes(config, model, processor, backend)
     ledger = CompileLedger(config.on_recompile)
     with ThreadPoolExecutor(2, thread_name_prefix="jaxmm-load") as threads:
         # the executables need neither weights nor tokenizer: all three at once
-        weights = threads.submit(_load_weights, config, model, directory, dtype)
-        words = threads.submit(_load_tokenizer, model, directory)
         runner = Runner(
-            model, sizes, dtype, ledger=ledger, compile_cache_dir=config.compile_cache_dir
+            model,
+            sizes,
+            dtype,
+            backend=backend,
+            ledger=ledger,
+            compile_cache_dir=config.compile_cache_dir,
         )
+        weights = threads.submit(_load_weights, config, model, directory, dtype, runner)
+        words = threads.submit(_load_tokenizer, model, directory)
         runner.warm_up(progress=config.progress)
         tokenizer = words.result()
         runner.place(weights.result())
@@ -146,8 +160,12 @@ def build_parts(config: EngineConfig) -> Parts:
         processor,
         Limits(config.media.max_bytes, config.media.max_decode_pixels),
         config.media.workers,
+        timeout_seconds=config.media.timeout_seconds,
+        memory_bytes=config.media.worker_memory_bytes,
+        quarantine_seconds=config.media.quarantine_seconds,
     )
     media_map = MediaMap(config.media.map_entries)
+    decodes = Decodes(decoder, media_map)
     pool = PagePool(sizes.num_pages)
     prefix_cache = PrefixCache(pool, sizes.page_size, enabled=config.pages.prefix_cache)
     arena = Arena(sizes.num_rows, config.arena.page_rows)
@@ -168,7 +186,8 @@ def build_parts(config: EngineConfig) -> Parts:
         eos_ids=model.eos_token_ids,
         decoder=decoder,
         media_map=media_map,
-        preparer=Preparer(processor, decoder, media_map, config.media, model.image_token_id),
+        decodes=decodes,
+        preparer=Preparer(processor, decodes, config.media, model.image_token_id),
         pool=pool,
         prefix_cache=prefix_cache,
         arena=arena,
@@ -179,15 +198,10 @@ def build_parts(config: EngineConfig) -> Parts:
     )
 
 
-def _load_weights(config: EngineConfig, model: ModelConfig, directory: Path, dtype: Any) -> Any:
-    device = jax.devices()[0]
-    return load_params(
-        directory,
-        model,
-        dtype,
-        lambda _, value: jax.device_put(value, device),
-        progress=config.progress,
-    )
+def _load_weights(
+    config: EngineConfig, model: ModelConfig, directory: Path, dtype: Any, runner: Runner
+) -> Any:
+    return load_params(directory, model, dtype, runner.put_param, progress=config.progress)
 
 
 def _load_tokenizer(model: ModelConfig, directory: Path) -> ChatTokenizer:
@@ -210,7 +224,8 @@ def describe_buckets(config: EngineConfig) -> str:
     def packed(width: int, height: int) -> int:
         return packed_patches(processor.grid(height, width), model.vision.window_patches)
 
-    return describe(_sizes(config, model, processor), packed)
+    backend = settle_backend(config.kernels, config.tensor_parallel, model, _dtype(config))
+    return describe(_sizes(config, model, processor, backend), packed)
 
 
 def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
@@ -236,15 +251,19 @@ def _load_processor(config: EngineConfig, model: ModelConfig, directory: Path) -
     )
 
 
-def _sizes(config: EngineConfig, model: ModelConfig, processor: Any) -> Sizes:
-    return settle_sizes(
+def _sizes(config: EngineConfig, model: ModelConfig, processor: Any, backend: Backend) -> Sizes:
+    dtype = np.dtype(_dtype(config))
+    sizes = settle_sizes(
         config,
         model,
         processor.max_patches,
         platform=jax.default_backend(),
         memory_bytes=device_memory_bytes(),
-        itemsize=np.dtype(_dtype(config)).itemsize,
+        itemsize=dtype.itemsize,
+        kernels=backend.kernels,
     )
+    check_sizes(backend, sizes.page_size, sizes.max_running, sizes.num_table_pages, dtype)
+    return sizes
 
 
 def default_model() -> Path:

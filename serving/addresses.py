@@ -10,8 +10,8 @@ from serving.errors import FetchError
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
-async def resolve(host: str, port: int, allowed_hosts: Sequence[str]) -> str:
-    """Give the address to connect to, after checking every address that the host has.
+async def resolve(host: str, port: int, allowed_hosts: Sequence[str]) -> tuple[str, ...]:
+    """Give the addresses to connect to, best first, all of them checked.
 
     Args:
         host: Name or address literal of a URL, IPv6 without brackets.
@@ -28,13 +28,13 @@ async def resolve(host: str, port: int, allowed_hosts: Sequence[str]) -> str:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise FetchError(f"host {host} cannot be resolved") from None
-    addresses = [str(entry[4][0]) for entry in found]
+    addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
     if not named and not all(map(is_public, addresses)):
         raise FetchError(
             f"host {host} is at a private or reserved address; "
             "the server's fetch.allowed_hosts must name it"
         )
-    return addresses[0]
+    return addresses
 
 
 def is_public(address: str) -> bool:

@@ -18,6 +18,7 @@ from serving.config import ServerConfig
 from serving.engine import ServedEngine
 from serving.errors import UnknownModel, answer_for, error_body
 from serving.fetch import Fetcher
+from serving.open_requests import OpenRequests
 from serving.protocol import ChatRequest
 from serving.request_id import RequestIds
 
@@ -42,6 +43,7 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
 
     app = FastAPI(title="jaxmm", lifespan=lifespan)
     app.add_middleware(RequestIds)
+    app.add_middleware(OpenRequests)
     app.add_exception_handler(JaxmmError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_error)

@@ -1,4 +1,4 @@
-"""The command line: jaxmm serve | generate | buckets. Host only."""
+"""The command line: jaxmm serve | generate | buckets | deploy. Host only."""
 
 import argparse
 import asyncio
@@ -9,6 +9,7 @@ from pathlib import Path
 from jaxmm.errors import JaxmmError
 from jaxmm.request import Delta, Request, SamplingParams
 from serving.config import ENGINE_PREFIX, ServerConfig, load_server_config
+from serving.deploy.command import add_deploy_commands
 from serving.engine import LoadEngine, describe_buckets, load_engine
 from serving.flags import add_flags, given_settings
 
@@ -50,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(buckets, ServerConfig, ENGINE_PREFIX)
     for command in (serve, generate, buckets):
         command.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML")
+    add_deploy_commands(commands.add_parser("deploy", help="put the server on TPUs"))
     return parser
 
 

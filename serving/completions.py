@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: the road of one request through the server. Host only."""
 
+import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator
@@ -13,11 +14,11 @@ from jaxmm.request import Delta
 from serving.answers import AnswerWriter, event
 from serving.config import ServerConfig
 from serving.engine import ServedEngine
-from serving.errors import BodyTooLarge, ClientGone, UnknownModel, error_body
+from serving.errors import BodyTooLarge, ClientGone, ServerClosing, UnknownModel, error_body
 from serving.fetch import Fetcher
 from serving.protocol import parse_chat_request
 from serving.translate import image_urls, to_request
-from serving.worker import Pump, while_connected
+from serving.worker import CLOSING, Pump, while_connected
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,8 @@ class EventStream(Response):
             await while_connected(receive, self._send(send))
         except ClientGone:
             logger.info("client gone request=%s", scope["state"]["request_id"])
+        except ServerClosing:
+            logger.warning("answer cut at shutdown request=%s", scope["state"]["request_id"])
         finally:
             await self._pump.aclose()
 
@@ -103,6 +106,8 @@ class EventStream(Response):
         except JaxmmError as e:
             logger.warning("answer broken off error=%s", type(e).__name__)
             yield event(error_body(e))
+        except asyncio.CancelledError:  # by `while_connected`; a client that is gone hears nothing
+            yield event(error_body(ServerClosing(CLOSING)))
         else:
             yield self._writer.last_chunks()
 

@@ -24,6 +24,13 @@ class FetchConfig:
     """Time for one picture, redirects included."""
     max_redirects: int = 5
     """Redirects followed for one picture; each target is checked like the first."""
+    max_concurrent: int = 64
+    """Pictures that are fetched at once; the others wait within their time."""
+    max_concurrent_per_host: int = 16
+    """The same for one host and port."""
+    file_folder: str = ""
+    """Folder below which `file://` URLs are read; empty: none is. Where a link leads, and not where
+    it stands, must be below it."""
 
     def __post_init__(self) -> None:
         if self.timeout_seconds <= 0:
@@ -32,6 +39,11 @@ class FetchConfig:
             )
         if self.max_redirects < 0:
             raise ConfigError(f"fetch.max_redirects={self.max_redirects} is negative; use 0")
+        for name in ("max_concurrent", "max_concurrent_per_host"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"fetch.{name}={getattr(self, name)} is below 1")
+        if self.file_folder and not Path(self.file_folder).is_dir():
+            raise ConfigError(f"fetch.file_folder={self.file_folder!r} is not a folder")
         for scheme in self.schemes:
             if scheme not in ("http", "https"):
                 raise ConfigError(f"fetch.schemes has {scheme!r}; only http and https are fetched")

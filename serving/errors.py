@@ -43,6 +43,10 @@ class ClientGone(JaxmmError, ConnectionError):
     """The client closed the connection; nobody will read the answer."""
 
 
+class ServerClosing(EngineStopped):
+    """The server ends, and the time that it gives to running requests is over."""
+
+
 class Answer(NamedTuple):
     """How one kind of error is told to the client."""
 

@@ -35,7 +35,7 @@ def to_request(
 
     Args:
         chat: A parsed body.
-        pictures: Encoded bytes of every URL in `image_urls(chat)`.
+        pictures: Encoded bytes by place, of every place in `image_urls(chat)`.
         request_id: Name in logs and answers.
         vocab_size: Bound of token ids that a client may name.
         default_max_tokens: Length of the answer if the body gives none.
@@ -49,7 +49,7 @@ def to_request(
     return Request(
         id=request_id,
         messages=[_message(message.role, message.content) for message in chat.messages],
-        images=tuple(pictures[url] for url in image_urls(chat).values()),
+        images=tuple(pictures[where] for where in image_urls(chat)),
         sampling=_sampling(chat, vocab_size, default_max_tokens),
         salt=chat.cache_salt or "",
         mm_hashes=None if chat.mm_hashes is None else tuple(chat.mm_hashes),

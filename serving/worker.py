@@ -10,7 +10,9 @@ from starlette.types import Receive
 from jaxmm.errors import EngineStopped
 from jaxmm.request import Delta, Request
 from serving.engine import ServedEngine
-from serving.errors import ClientGone, DeadlineExceeded
+from serving.errors import ClientGone, DeadlineExceeded, ServerClosing
+
+CLOSING = "the server is shutting down; send the request to another one, or again later"
 
 _Result = TypeVar("_Result")
 
@@ -93,6 +95,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) 
 
     Raises:
         ClientGone: The client closed the connection first.
+        ServerClosing: The server ends: nothing else cancels the task of a request.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
@@ -101,6 +104,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) 
         if not task.done():
             raise ClientGone("the client closed the connection")
         return task.result()
+    except asyncio.CancelledError:
+        raise ServerClosing(CLOSING) from None
     finally:
         task.cancel()
         gone.cancel()

@@ -69,6 +69,8 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
 
+_WIDE_ROPE = {"type": "mrope", "mrope_section": [16, 24, 24]}
+
 _CORPUS = (
     "what is in the picture and how many cats are there in the image",
     "describe the left part of the photograph in one short sentence please",
@@ -89,6 +91,8 @@ def checkpoint(
     shards: int = 1,
     dtype: str = "float32",
     seed: int = 0,
+    wide: bool = False,
+    num_kv_heads: int = 2,
 ) -> Path:
     """Give the directory of a tiny checkpoint; equal arguments give the same directory.
 
@@ -97,7 +101,15 @@ def checkpoint(
     directory = Path(tempfile.mkdtemp(prefix=f"{family}-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     write_checkpoint(
-        directory, family, tied=tied, prefixes=prefixes, shards=shards, dtype=dtype, seed=seed
+        directory,
+        family,
+        tied=tied,
+        prefixes=prefixes,
+        shards=shards,
+        dtype=dtype,
+        seed=seed,
+        wide=wide,
+        num_kv_heads=num_kv_heads,
     )
     return directory
 
@@ -111,11 +123,23 @@ def write_checkpoint(
     shards: int = 1,
     dtype: str = "float32",
     seed: int = 0,
+    wide: bool = False,
+    num_kv_heads: int = 2,
 ) -> None:
-    """Write config, weights, tokenizer and processor files into an existing directory."""
+    """Write config, weights, tokenizer and processor files into an existing directory.
+
+    Args:
+        wide: The decoder's heads have 128 channels, those of the published models.
+        num_kv_heads: Of 4 query heads.
+    """
     tokenizer = byte_tokenizer()
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
-    write_json(directory / "config.json", published_config(family, ids, tied=tied))
+    config = published_config(family, ids, tied=tied) | {"num_key_value_heads": num_kv_heads}
+    if wide:
+        config |= {"hidden_size": 512, "rope_scaling": _WIDE_ROPE}
+        width = "out_hidden_size" if family == "qwen2_5_vl" else "hidden_size"
+        config["vision_config"][width] = 512
+    write_json(directory / "config.json", config)
     write_json(
         directory / "generation_config.json",
         {

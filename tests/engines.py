@@ -128,7 +128,7 @@ def png(image: Image.Image) -> bytes:
 def on_loop(on: Engine, work: Callable[[], _T]) -> _T:
     """Run `work` on the engine's thread between two steps; every answer told before is over."""
     done: Future[_T] = Future()
-    on._inbox.put(lambda: done.set_result(work()))
+    on._loop.post(lambda: done.set_result(work()))
     return done.result(120)
 
 

@@ -6,32 +6,39 @@ and stands at the positions it would have alone, so one encoding of the picture 
 
 import functools
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 import questions
-from draw import COLOURS, SHAPES
+from draw import BACKGROUNDS, COLOURS, SHAPES
 from questions import EXTRA, SKILLS, Layout, Sample
 
 CHARS = questions.LETTERS + questions.DIGITS
+COLOUR_NAMES = tuple(COLOURS)
 SKILL_INDEX = {name: i for i, name in enumerate((*SKILLS, EXTRA))}
 SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-# Auxiliary targets per vision row: heads of the training-only classifier, (name, classes); class 0 is "nothing".
+# What the training-only classifiers say of each vision row: (name, classes, weight). Class 0 is "nothing".
 AUX = (
-    ("char0", 37),
-    ("char1", 37),
-    ("char2", 37),
-    ("order", 9),
-    ("shape0", 7),
-    ("colour0", 9),
-    ("shape1", 7),
-    ("colour1", 9),
-    ("place", 10),
-    ("cover_shape", 7),
-    ("cover_colour", 9),
-    ("direction", 5),
-    ("text_colour", 9),
+    ("char0", 37, 3.0),  # characters whose middle lies in the row's pixels
+    ("char1", 37, 3.0),
+    ("char2", 37, 1.0),
+    ("order", 9, 2.0),  # which character of its line the first of them is
+    ("length", 9, 1.0),  # characters of the line
+    ("text_colour", 9, 0.5),
+    ("shape", 7, 1.0),  # the object whose middle lies here
+    ("colour", 9, 0.5),
+    ("cover_shape", 7, 0.5),  # the object that covers the middle of the row; the rest is about it
+    ("cover_colour", 9, 0.5),
+    ("place", 10, 1.0),
+    ("same_shape", 7, 1.0),  # objects of its shape in the picture
+    ("same_colour", 7, 1.0),
+    ("direction", 5, 1.0),
+    ("objects", 8, 1.0),  # 1 + objects in the picture, on every row
+    ("background", 8, 0.5),  # on every row
 )
+PLACED = 2  # and two numbers, where in the picture the object is: 1 + thousandths of width and height
+COLUMN = {name: i for i, (name, _, _) in enumerate(AUX)}
 
 
 @dataclass
@@ -46,7 +53,7 @@ class Batch:
     labels: np.ndarray  # int64
     answer: np.ndarray  # int64: which answer each label belongs to
     skills: np.ndarray  # int64 per answer
-    aux: np.ndarray  # int64 [B, M, len(AUX)]
+    aux: np.ndarray  # int64 [B, M, len(AUX) + PLACED]
 
 
 class Encoder:
@@ -171,19 +178,16 @@ def pick_talks(
 
 
 def vision_targets(sample: Sample, layout: Layout) -> np.ndarray:
-    """Targets of AUX for each vision row: what stands in its 28x28 pixels, after the resize."""
-    tables = []
-    for scene, (w, h) in zip(
-        sample.scenes[:1] if layout.frames else sample.scenes, layout.sizes, strict=True
-    ):
-        frames = sample.scenes[::2] if layout.frames else [scene]
-        for frame in frames:
-            tables.append(scene_targets(frame, w, h, sample.direction).reshape(-1, len(AUX)))
-    return np.concatenate(tables)
+    """What AUX and PLACED say of each vision row of a sample."""
+    frames = sample.scenes[::2] if layout.frames else sample.scenes
+    sizes = layout.sizes * len(frames) if layout.frames else layout.sizes
+    tables = [scene_targets(f, w, h) for f, (w, h) in zip(frames, sizes, strict=True)]
+    return np.concatenate([t.reshape(-1, t.shape[-1]) for t in tables])
 
 
-def scene_targets(scene, width: int, height: int, direction: str) -> np.ndarray:
-    table = np.zeros((height // 28, width // 28, len(AUX)), np.int64)
+def scene_targets(scene, width: int, height: int) -> np.ndarray:
+    """int64 [rows, columns, len(AUX) + PLACED] of a scene that is resized to width x height."""
+    table = np.zeros((height // 28, width // 28, len(AUX) + PLACED), np.int64)
     sx, sy = width / scene.width, height / scene.height
 
     def cell(x, y):
@@ -192,29 +196,40 @@ def scene_targets(scene, width: int, height: int, direction: str) -> np.ndarray:
             min(max(int(x * sx // 28), 0), width // 28 - 1),
         )
 
-    for part, order, (char, x, y) in (
-        (p, *c) for p in (scene, *scene.more) for c in enumerate(p.chars)
-    ):
-        row = table[cell(x, y)]
-        slot = int((row[:3] > 0).sum())
-        if slot < 3:
-            row[slot] = 1 + CHARS.index(char)
-        if slot == 0:
-            row[3] = order + 1
-        row[12] = 1 + tuple(COLOURS).index(part.text_colour)
+    table[..., COLUMN["background"]] = 1 + tuple(BACKGROUNDS).index(scene.background)
+    if len(scene.things) <= 6:
+        table[..., COLUMN["objects"]] = 1 + len(scene.things)
+    for line in (scene, *scene.more):
+        for order, (char, x, y) in enumerate(line.chars):
+            row = table[cell(x, y)]
+            slot = int((row[:3] > 0).sum())
+            if slot < 3:
+                row[slot] = 1 + CHARS.index(char)
+            if slot == 0:
+                row[COLUMN["order"]], row[COLUMN["length"]] = order + 1, len(line.chars)
+            row[COLUMN["text_colour"]] = 1 + COLOUR_NAMES.index(line.text_colour)
+    shapes = Counter(t.shape for t in scene.things)
+    colours = Counter(t.colour for t in scene.things)
+    ys = (np.arange(height // 28) * 28 + 14) / sy
+    xs = (np.arange(width // 28) * 28 + 14) / sx
     for thing in scene.things:
-        shape, colour = 1 + SHAPES.index(thing.shape), 1 + tuple(COLOURS).index(thing.colour)
-        row = table[cell(thing.x, thing.y)]
-        slot = 4 if row[4] == 0 else 6
-        row[slot], row[slot + 1] = shape, colour
-        name = questions.place_name(scene, thing)
-        row[8] = 1 + tuple(questions.PLACES.values()).index(name) if name else 0
-        if direction and thing is scene.things[0]:
-            row[11] = 1 + ("left", "right", "up", "down").index(direction)
-        ys = (np.arange(height // 28) * 28 + 14) / sy
-        xs = (np.arange(width // 28) * 28 + 14) / sx
+        shape, colour = 1 + SHAPES.index(thing.shape), 1 + COLOUR_NAMES.index(thing.colour)
         inside = (ys[:, None] - thing.y) ** 2 + (xs[None] - thing.x) ** 2 < (thing.size * 0.5) ** 2
-        table[inside, 9], table[inside, 10] = shape, colour
+        inside[cell(thing.x, thing.y)] = True
+        name = questions.place_name(scene, thing)
+        table[inside, COLUMN["cover_shape"] :] = (
+            shape,
+            colour,
+            1 + tuple(questions.PLACES.values()).index(name) if name else 0,
+            min(6, shapes[thing.shape]),
+            min(6, colours[thing.colour]),
+            1 + tuple(questions.STEPS).index(thing.direction) if thing.direction else 0,
+            *table[0, 0, COLUMN["objects"] : len(AUX)],
+            1 + int(1000 * thing.x / scene.width),
+            1 + int(1000 * thing.y / scene.height),
+        )
+        middle = table[cell(thing.x, thing.y)]
+        middle[COLUMN["shape"]], middle[COLUMN["colour"]] = shape, colour
     return table
 
 
@@ -263,30 +278,31 @@ def cost(layout: Layout, text: int = 100) -> float:
     return text + rows * (1 + 4 * 0.7) + rows * rows / 400
 
 
-def page_batch(rng: random.Random, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Full pages for the encoder alone: uint8 [B, 1, H, W, 3] and targets [B, M, len(AUX)]."""
-    width, height = rng.choice(
-        (
-            (112, 112),
-            (168, 84),
-            (140, 112),
-            (112, 84),
-            (84, 112),
-            (168, 112),
-            (112, 168),
-            (224, 56),
-            (140, 140),
-            (112, 56),
-        )
-    )
-    count = max(4, int(count * 12544 / (width * height)))
+def page_batch(
+    rng: random.Random, count: int, largest: int, scenes: float = 0.3, clips: float = 0.15
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pictures for the encoder alone: full pages, and some scenes as they are asked about, and pairs of frames.
+
+    Returns:
+        uint8 [B, frames, H, W, 3] and targets [B, rows, len(AUX) + PLACED]; about `count` times 112x112 pixels.
+    """
+    width, height = questions.pick_size(rng, largest)
+    kind = rng.random()
     pages, targets = [], []
-    for _ in range(count):
-        scene = questions.page_scene(rng, *questions.drawn_size(rng, (width, height)))
-        image = questions.draw.to_size(questions.draw.render(scene, rng), width, height)
-        pages.append(np.asarray(image)[None])
-        targets.append(scene_targets(scene, width, height, "").reshape(-1, len(AUX)))
-    return np.stack(pages), np.stack(targets)
+    for _ in range(max(4, int(count * 12544 / (width * height)))):
+        size = questions.drawn_size(rng, (width, height))
+        if kind < clips:
+            frames = questions.moving_page(rng, *size)
+        elif kind < clips + scenes:
+            frames = [questions.make_scene(rng, size, 0.5)]
+        else:
+            frames = [questions.page_scene(rng, *size)]
+        seed = rng.getrandbits(32)
+        images = [questions.draw.render(f, random.Random(seed)) for f in frames]
+        pages.append(np.stack([questions.draw.to_size(i, width, height) for i in images]))
+        targets.append(scene_targets(frames[0], width, height))
+    targets = np.stack(targets)
+    return np.stack(pages), targets.reshape(len(pages), -1, targets.shape[-1])
 
 
 def train_batch(rng: random.Random, encoder: Encoder, recipe: dict) -> Batch:

@@ -36,17 +36,14 @@ BACKGROUNDS = {
 FONTS = (
     "DejaVuSans.ttf",
     "DejaVuSans-Bold.ttf",
-    "DejaVuSansMono-Bold.ttf",
     "DejaVuSerif-Bold.ttf",
     "LiberationSans-Bold.ttf",
 )
 FONT_FOLDERS = ("/usr/share/fonts", "/usr/local/share/fonts", "~/.fonts", "~/.local/share/fonts")
 MIN_CONTRAST = 180.0  # distance in RGB between anything drawn and the background
-MIN_FONT, MAX_FONT = 19, 42  # pixels: an em; a capital is 0.73 of it
-MIN_OBJECT, MIN_ADVANCE = (
-    20,
-    13,
-)  # pixels: smallest object, narrowest step from character to character
+MIN_FONT, MAX_FONT = 24, 46  # pixels: an em; a capital is 0.73 of it
+MIN_OBJECT = 22  # pixels: smallest object
+MIN_ADVANCE = 16  # pixels: narrowest mean step from character to character
 
 
 @dataclass
@@ -58,6 +55,7 @@ class Thing:
     x: float
     y: float
     size: float
+    direction: str = ""  # where it moves to from this frame to the next
 
 
 @dataclass
@@ -233,7 +231,7 @@ def render(scene: Scene, rng: random.Random) -> Image.Image:
             pen.polygon(outline(thing, scale, rng.uniform(-6, 6)), fill=colour)
     for part in (scene, *scene.more):
         if part.text:
-            write(pen, part, jitter(rng, COLOURS[part.text_colour], 12), scale)
+            write(image, part, jitter(rng, COLOURS[part.text_colour], 12), scale)
     image = image.reduce(scale) if scale > 1 else image
     light = rng.choice((0, 0, 1)) * rng.uniform(-16, 16)
     noise = rng.choice((0, 1, 1)) * rng.uniform(0, 7)
@@ -251,14 +249,23 @@ def render(scene: Scene, rng: random.Random) -> Image.Image:
     return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
 
 
-def write(pen: ImageDraw.ImageDraw, scene: Scene, colour, scale: int) -> None:
-    name, size, spread = scene.font
-    large = font(name, size * scale)
-    y = (
-        scene.text_at[1] * scale + 0.365 * size * scale
-    )  # the base line: half of a capital under the centre
+@functools.lru_cache(maxsize=16384)
+def glyph(name: str, size: int, char: str) -> tuple[Image.Image, int, int]:
+    """Coverage of a character, and where its left top corner lies from the middle of its base line."""
+    face = font(name, size)
+    left, top, right, bottom = face.getbbox(char, anchor="ms")
+    mask = Image.new("L", (right - left, bottom - top))
+    ImageDraw.Draw(mask).text((-left, -top), char, font=face, fill=255, anchor="ms")
+    return mask, left, top
+
+
+def write(image: Image.Image, scene: Scene, colour, scale: int) -> None:
+    name, size, _ = scene.font
+    # the base line: half of a capital under the centre
+    y = round(scene.text_at[1] * scale + 0.365 * size * scale)
     for char, cx, _ in scene.chars:
-        pen.text((cx * scale, y), char, font=large, fill=colour, anchor="ms")
+        mask, left, top = glyph(name, size * scale, char)
+        image.paste(colour, (round(cx * scale) + left, y + top), mask)
 
 
 def to_size(image: Image.Image, width: int, height: int) -> Image.Image:

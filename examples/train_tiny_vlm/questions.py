@@ -27,6 +27,7 @@ EXTRA = "extra"  # asked in training only: easy questions that teach parts of a 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
 WORDS = ["ABLE", "ACID", "AIR", "ALARM", "ANGLE", "APPLE", "APRIL", "ARROW", "ASK", "AUTUMN", "BAKERY", "BANK", "BASKET", "BEACH", "BED", "BIRD", "BLUE", "BOAT", "BOOK", "BOX", "BREAD", "BRIDGE", "BRIGHT", "BUS", "BUTTER", "CABLE", "CAFE", "CAMERA", "CANDLE", "CAR", "CASTLE", "CAT", "CHAIR", "CHECK", "CHEESE", "CITY", "CLEAN", "CLOCK", "CLOSED", "CLOUD", "COFFEE", "COLD", "CORNER", "COUNTRY", "CUP", "DANCE", "DANGER", "DAY", "DESK", "DINNER", "DOCTOR", "DOG", "DOOR", "DREAM", "DRIVE", "DUST", "EAGLE", "EARTH", "EAST", "EGG", "EIGHT", "ENGINE", "ENTER", "EXIT", "EYE", "FALL", "FARM", "FAST", "FERRY", "FIELD", "FIRE", "FISH", "FIVE", "FLAG", "FLIGHT", "FLOWER", "FOG", "FOOD", "FOREST", "FOUR", "FOX", "FREE", "FRESH", "FRIDAY", "FRUIT", "GARDEN", "GATE", "GIFT", "GLASS", "GOLD", "GRAPE", "GREEN", "GUIDE", "HALF", "HAND", "HAPPY", "HARBOUR", "HEART", "HELLO", "HELP", "HILL", "HOME", "HONEY", "HORSE", "HOTEL", "HOUSE", "ICE", "INK", "IRON", "ISLAND", "JACKET", "JAZZ", "JOB", "JUICE", "JULY", "JUMP", "JUNE", "KEY", "KING", "KITCHEN", "KITE", "KNIFE", "LAKE", "LAMP", "LEAF", "LEFT", "LEMON", "LIBRARY", "LIGHT", "LION", "LOCK", "LUNCH", "MAGIC", "MAP", "MARCH", "MARKET", "MAY", "MEDAL", "MELON", "MENU", "METAL", "MILK", "MIRROR", "MIX", "MONDAY", "MONEY", "MOON", "MOUNTAIN", "MUSEUM", "MUSIC", "NEW", "NIGHT", "NINE", "NORTH", "NOVEMBER", "NUMBER", "OCEAN", "OFFICE", "OLIVE", "ONE", "OPEN", "ORANGE", "OXYGEN", "PAINT", "PAPER", "PARK", "PARTY", "PEARL", "PENCIL", "PEPPER", "PHONE", "PIANO", "PILOT", "PIZZA", "PLANE", "PLANET", "PLATFORM", "POLICE", "POND", "POST", "PULL", "PURPLE", "PUSH", "QUEEN", "QUICK", "QUIET", "QUIZ", "RADIO", "RAIN", "RED", "RICE", "RING", "RIVER", "ROAD", "ROBOT", "ROCK", "ROOM", "ROSE", "SAFE", "SALT", "SAND", "SCHOOL", "SEA", "SEVEN", "SHIP", "SHOE", "SHOP", "SILVER", "SIX", "SKY", "SLOW", "SNOW", "SOAP", "SOFT", "SONG", "SOUTH", "SPRING", "SQUARE", "STAGE", "STAR", "STATION", "STONE", "STOP", "STREET", "SUGAR", "SUMMER", "SUN", "SUNDAY", "SWIM", "TABLE", "TAXI", "TEA", "TEN", "THEATRE", "THREE", "TICKET", "TIGER", "TIME", "TOWER", "TOWN", "TRAIN", "TREE", "TUNNEL", "TWO", "UNCLE", "VALLEY", "VIOLET", "VIOLIN", "VISIT", "VOICE", "WALK", "WALL", "WATCH", "WATER", "WAVE", "WEST", "WHEEL", "WHITE", "WIND", "WINDOW", "WINTER", "WOLF", "WOOD", "WORLD", "YACHT", "YARD", "YELLOW", "YES", "ZEBRA", "ZERO", "ZONE", "ZOO"]
 LETTERS, DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789"
+CODE = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"  # where nothing else tells O from 0 and I from 1
 
 Turn = tuple[str, str, str]  # question, answer, skill
 Talk = list[Turn]
@@ -47,8 +48,6 @@ class Sample:
     pictures: list[np.ndarray]  # one per picture, or one per frame
     scenes: list[Scene]
     talks: list[Talk]
-    question_first: bool = False
-    direction: str = ""
 
 
 # ---------------------------------------------------------------- what a picture shows
@@ -93,7 +92,7 @@ def pick_size(rng: random.Random, largest: int = 10**9) -> tuple[int, int]:
 def pick_layout(rng: random.Random, kind: str | None = None, largest: int = 10**9) -> Layout:
     kind = kind or rng.choices(("one", "two", "clip"), (70, 20, 10))[0]
     if kind == "clip":
-        return Layout((pick_size(rng, min(largest, 168 * 112)),), rng.choice((4, 4, 6, 8)))
+        return Layout((pick_size(rng, min(largest, 168 * 112)),), rng.choice((4, 4, 6)))
     if kind == "two":
         first = pick_size(rng, min(largest, 224 * 168))
         return Layout(
@@ -117,18 +116,15 @@ def pick_text(rng: random.Random, longest: int) -> str:
         if words:
             return words[0]
     length = rng.randint(1, longest)
-    if kind < 0.65:
-        return "".join(rng.choice(DIGITS) for _ in range(length))
-    if kind < 0.85:
-        return "".join(rng.choice(LETTERS) for _ in range(length))
-    return "".join(rng.choice(LETTERS + DIGITS) for _ in range(length))
+    pool = DIGITS if kind < 0.65 else LETTERS if kind < 0.85 else CODE
+    return "".join(rng.choices(pool if length > 1 else CODE, k=length))
 
 
 def text_scene(rng: random.Random, width: int, height: int) -> Scene:
     scene = Scene(width, height, draw.pick_background(rng))
     split = height >= 84 and rng.random() < 0.25
     room = rng.choice(((0.0, 0.5), (0.5, 1.0))) if split else (0.0, 1.0)
-    longest = max(1, min(8, int((width - 6) / 13.5)))
+    longest = max(1, min(8, int((width - 6) / (draw.MIN_ADVANCE + 0.5))))
     while not draw.add_text(rng, scene, pick_text(rng, longest), room):
         longest = max(1, longest - 1)
     if split:
@@ -140,20 +136,20 @@ def page_scene(rng: random.Random, width: int, height: int) -> Scene:
     """A full page, band by band text or objects: what the encoder starts on."""
     scene = Scene(width, height, draw.pick_background(rng))
     top = 0
-    while top < height - 28:
-        high = min(rng.randint(28, 56), height - top)
-        if height - top - high < 28:
+    while top < height - 30:
+        high = min(rng.randint(34, 62), height - top)
+        if height - top - high < 34:
             high = height - top
         room = (top / height, (top + high) / height)
         if rng.random() < 0.72:
             line = Scene(width, height, scene.background)
-            longest = max(1, min(8, int((width - 6) / 14)))
+            longest = max(1, min(8, int((width - 6) / (draw.MIN_ADVANCE + 1))))
             while not draw.add_text(
                 rng,
                 line,
                 pick_text(rng, longest)
-                if rng.random() < 0.3
-                else "".join(rng.choice(LETTERS + DIGITS) for _ in range(longest)),
+                if rng.random() < 0.4
+                else "".join(rng.choices(CODE, k=longest)),
                 room,
             ):
                 longest = max(1, longest - rng.randint(1, 2))
@@ -175,6 +171,29 @@ def page_scene(rng: random.Random, width: int, height: int) -> Scene:
                     )
         top += high
     return scene
+
+
+STEPS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+
+
+def moving_page(rng: random.Random, width: int, height: int) -> list[Scene]:
+    """Two frames full of objects that each move their own way."""
+    background = draw.pick_background(rng)
+    swept = Scene(width, height, background)  # each object as large as what it sweeps
+    frames = [Scene(width, height, background) for _ in range(2)]
+    for _ in range(2 + width * height // 4000):
+        size = rng.uniform(draw.MIN_OBJECT, max(draw.MIN_OBJECT, min(44, height * 0.4)))
+        far = rng.uniform(3, max(4, min(24, min(width, height) - size - 6)))
+        at = draw.place(rng, swept, size + far)
+        if at is None:
+            continue
+        swept.things.append(Thing("", "", *at, size + far))
+        direction = rng.choice(tuple(STEPS))
+        shape, colour = rng.choice(SHAPES), draw.pick_colour(rng, background)
+        for frame, along in zip(frames, (-far / 2, far / 2), strict=True):
+            x, y = (c + s * along for c, s in zip(at, STEPS[direction], strict=True))
+            frame.things.append(Thing(shape, colour, x, y, size, direction))
+    return frames
 
 
 def add_thing(rng, scene: Scene, box=None, shape=None, colour=None, size=None) -> bool:
@@ -207,7 +226,7 @@ def draw_fits(scene: Scene, at, size: float) -> bool:
     )
 
 
-LOW, MIDDLE, HIGH = (0.0, 0.30), (0.42, 0.58), (0.70, 1.0)
+LOW, MIDDLE, HIGH = (0.0, 0.28), (0.43, 0.57), (0.72, 1.0)
 PLACES = {
     (0, 0): "top left",
     (1, 0): "top",
@@ -580,9 +599,9 @@ def where_talks(rng, scene: Scene, shapes, pairs) -> list[Talk]:
 
 def relation(a: Thing, b: Thing) -> str | None:
     dx, dy = a.x - b.x, a.y - b.y
-    if abs(dx) >= 20 and abs(dx) >= 1.6 * abs(dy):
+    if abs(dx) >= 24 and abs(dx) >= 2 * abs(dy):
         return "left" if dx < 0 else "right"
-    if abs(dy) >= 20 and abs(dy) >= 1.6 * abs(dx):
+    if abs(dy) >= 24 and abs(dy) >= 2 * abs(dx):
         return "above" if dy < 0 else "below"
     return None
 
@@ -748,7 +767,7 @@ def clip_scenes(rng, size: tuple[int, int], frames: int) -> tuple[list[Scene], s
     size_ = rng.uniform(draw.MIN_OBJECT, max(draw.MIN_OBJECT, min(48, min(width, height) * 0.4)))
     half = size_ / 2 + 2
     room = extent - 2 * half
-    length = rng.uniform(0.55, 1.0) * room
+    length = rng.uniform(0.7, 1.0) * room
     start = half + rng.uniform(0, room - length)
     side = rng.uniform(half, other - half)
     shape, colour = rng.choice(SHAPES), draw.pick_colour(rng, base.background)
@@ -768,7 +787,7 @@ def clip_scenes(rng, size: tuple[int, int], frames: int) -> tuple[list[Scene], s
         if direction in ("left", "up"):
             along = extent - along
         x, y = (along, side) if across else (side, along)
-        scene = Scene(width, height, base.background, [Thing(shape, colour, x, y, size_)])
+        scene = Scene(width, height, base.background, [Thing(shape, colour, x, y, size_, direction)])
         if still:
             scene.things.append(Thing(other_shape, other_colour, *still, draw.MIN_OBJECT))
         scenes.append(scene)
@@ -813,7 +832,7 @@ def make_sample(rng: random.Random, layout: Layout, text_share: float = 0.45) ->
         scenes, direction = clip_scenes(rng, size, layout.frames)
         images = [draw.render(s, random.Random(seed)) for s in scenes]
         pixels = [np.asarray(draw.to_size(i, *layout.sizes[0])) for i in images]
-        return Sample(pixels, scenes, clip_talks(rng, scenes[0], direction), direction=direction)
+        return Sample(pixels, scenes, clip_talks(rng, scenes[0], direction))
     if len(layout.sizes) == 2 and rng.random() < 0.4:
         text_share = rng.choice((0.0, 0.0, 1.0))
     while True:

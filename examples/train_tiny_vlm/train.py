@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections import defaultdict
@@ -21,8 +22,15 @@ import model as model_file
 import tokenizer as tokenizer_file
 import torch
 import torch.nn.functional as F
-from batches import AUX, SKILL_INDEX
+from batches import AUX, PLACED, SKILL_INDEX
 
+PLACED_WEIGHT = 40.0  # an error of a tenth of the picture weighs 0.4
+
+PHASES = {  # what is trained
+    "pages": re.compile(r"visual\."),  # the encoder alone, on full pages
+    "talks": re.compile(r"(?!visual\.)"),  # the language side alone
+    "all": re.compile(""),
+}
 RECIPE = {
     "phase": "all",
     "steps": 16000,
@@ -32,7 +40,8 @@ RECIPE = {
     "rate": 1.0,
     "muon_rate": 0.02,
     "adam_rate": 0.002,
-    "tokens": 5000,
+    "tokens": 4000,
+    "parts": 2,
     "kinds": [80, 12, 8],
     "largest": 168 * 112,
     "question_first": 0.2,
@@ -61,28 +70,27 @@ class Aux(torch.nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.head = torch.nn.Linear(width, sum(n for _, n in AUX))
+        self.head = torch.nn.Linear(width, sum(n for _, n, _ in AUX) + PLACED)
         torch.nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, rows, targets):
-        """Loss and the share of right answers among targets that are not "nothing"."""
-        logits = (
-            self.head(F.rms_norm(rows, rows.shape[-1:])).float().reshape(-1, self.head.out_features)
-        )
-        loss, right = 0.0, {}
-        for (name, n), part, target in zip(
-            AUX,
-            logits.split([n for _, n in AUX], dim=-1),
-            targets.reshape(-1, len(AUX)).T,
-            strict=True,
-        ):
+        """Loss, and by classifier the share of right answers among targets that are not "nothing"."""
+        logits = self.head(F.rms_norm(rows, rows.shape[-1:])).float()
+        logits = logits.reshape(-1, self.head.out_features)
+        *parts, placed = logits.split([*(n for _, n, _ in AUX), PLACED], dim=-1)
+        targets = targets.reshape(-1, targets.shape[-1])
+        total, right = sum(w for _, _, w in AUX), {}
+        where = targets[:, len(AUX) :]
+        loss = PLACED_WEIGHT * ((placed - (where - 1) / 1000) ** 2 * (where > 0)).sum()
+        loss = loss / (where > 0).sum().clamp(min=1) / total
+        for (name, n, share), part, target in zip(AUX, parts, targets.T, strict=False):
             weight = torch.ones(n)
             weight[0] = 0.15
-            loss = loss + F.cross_entropy(part, target, weight)
+            loss = loss + F.cross_entropy(part, target, weight) * share / total
             some = target > 0
             if some.any():
                 right[name] = (part[some].argmax(-1) == target[some]).float().mean().item()
-        return loss / len(AUX), right
+        return loss, right
 
 
 def net_logits(net, batch):
@@ -120,10 +128,10 @@ def forward_loss(net, aux, batch, recipe):
 class Muon:
     """Orthogonalised momentum (Newton-Schulz, 5 steps) on stacks of equal matrices."""
 
-    def __init__(self, net, prefix: str):
+    def __init__(self, net, trained: re.Pattern):
         parts = []
         for name, p in net.named_parameters():
-            if p.ndim != 2 or name == "embed" or not name.startswith(prefix):
+            if p.ndim != 2 or name == "embed" or not trained.match(name):
                 continue
             module = net.get_submodule(name.rsplit(".", 2)[0]) if "." in name else None
             if ".qkv." in name:
@@ -186,9 +194,12 @@ def run(rank: int, args, recipe: dict, net, aux, shared) -> None:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     signal.signal(signal.SIGTERM, lambda *_: shared[2].fill_(1))
     encoder = batches.Encoder(tokenizer_file.load(state / "tokenizer"))
-    pages = recipe["phase"] == "pages"  # the encoder alone, on full pages
-    muon = Muon(net, "visual." if pages else "")
-    everything = [*(net.visual if pages else net).parameters(), *aux.parameters()]
+    trained = PHASES[recipe["phase"]]
+    muon = Muon(net, trained)
+    everything = [p for name, p in net.named_parameters() if trained.match(name)]
+    everything += aux.parameters()
+    for p in net.parameters():
+        p.requires_grad_(any(p is q for q in everything))
     others = [p for p in everything if id(p) not in muon.ids]
     adam = torch.optim.Adam(others, lr=1e-3, betas=(0.9, 0.98), eps=1e-10)
     average, spent = {k: v.clone() for k, v in net.state_dict().items()}, 0.0
@@ -237,13 +248,14 @@ def run(rank: int, args, recipe: dict, net, aux, shared) -> None:
         for p in everything:
             p.grad = None
         rng = random.Random(f"train {args.seed} {step} {rank}")
-        with torch.autocast("cpu", torch.bfloat16, enabled=not args.full_precision):
-            loss = (
-                page_loss(net, aux, rng, recipe, tally, shared)
-                if pages
-                else talk_loss(net, aux, encoder, rng, recipe, tally, shared)
-            )
-        loss.backward()
+        for _ in range(recipe["parts"]):
+            with torch.autocast("cpu", torch.bfloat16, enabled=not args.full_precision):
+                loss = (
+                    page_loss(net, aux, rng, recipe, tally, shared)
+                    if recipe["phase"] == "pages"
+                    else talk_loss(net, aux, encoder, rng, recipe, tally, shared)
+                )
+            (loss / recipe["parts"]).backward()
         torch.nn.utils.clip_grad_norm_([p for p in others if p.grad is not None], 1.0)
         rate = rate_at(step, recipe)
         muon.step(rate * recipe["muon_rate"])
@@ -275,20 +287,21 @@ def run(rank: int, args, recipe: dict, net, aux, shared) -> None:
 def talk_loss(net, aux, encoder, rng, recipe, tally, shared):
     """Loss of one batch of conversations, and of some pages that keep reading dense."""
     batch = batches.train_batch(rng, encoder, recipe)
-    loss, exact, right = forward_loss(net, aux, batch, recipe)
+    seeing = recipe["phase"] == "all"
+    loss, exact, right = forward_loss(net, aux if seeing else None, batch, recipe)
     shared[1] += len(batch.ids)
     tally["loss"].append(loss.item())
     for skill, ok in zip(batch.skills, exact, strict=True):
         tally[int(skill)].append(ok)
     for name, value in right.items():
         tally["aux " + name].append(value)
-    if recipe["pages"]:
+    if seeing and recipe["pages"]:
         loss = loss + recipe["aux"] * page_loss(net, aux, rng, recipe, tally, shared)
     return loss
 
 
 def page_loss(net, aux, rng, recipe, tally, shared):
-    pixels, targets = map(torch.from_numpy, batches.page_batch(rng, recipe["pages"]))
+    pixels, targets = map(torch.from_numpy, batches.page_batch(rng, recipe["pages"], min(recipe["largest"], 224 * 224)))
     loss, right = aux(net.visual(pixels), targets)
     for name, value in right.items():
         if name.startswith("char") or recipe["phase"] == "pages":

@@ -1,35 +1,79 @@
 """The paged KV cache as the layers see it. Traced."""
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from jax import Array
 from jaxtyping import Float, Int32
 
-from kernels_pallas.kv_update import kv_update
-from kernels_pallas.ragged_paged_attention import Ragged, ragged_paged_attention
+from jaxmm.device.backend import Backend
+from jaxmm.device.sharding import WHOLE, spec_of
+from jaxmm.models.config import TextConfig
+from kernels_pallas.ragged_paged_attention import (
+    Ragged,
+    StepPlan,
+    page_shape,
+    plan_step,
+    write_and_attend,
+)
+
+KVPages = tuple[Float[Array, "P ..."], ...]
+"""Each layer's pool; the axes behind P are the implementation's (`page_shape`)."""
+
+KV_POOL = spec_of("PK")
+"""How one layer's pool is split; whatever follows K is whole."""
+
+
+def pool_shape(
+    config: TextConfig, num_pages: int, page_size: int, backend: Backend
+) -> tuple[int, ...]:
+    """Shape of one layer's pool; its second axis is split over chips like KV heads."""
+    page = page_shape(
+        page_size, config.num_kv_heads, config.head_channels, implementation=backend.kernels
+    )
+    return (num_pages, *page)
 
 
 class PagedAttention(NamedTuple):
     """Where this step's tokens are written, and whose keys each of them sees."""
 
-    slot_T: Int32[Array, " T"]
-    num_tokens: Int32[Array, ""]
-    ragged: Ragged
+    plan: StepPlan
+    backend: Backend
+
+    @classmethod
+    def of_step(
+        cls,
+        ragged: Ragged,
+        slot_T: Int32[Array, " T"],
+        num_tokens: Int32[Array, ""],
+        *,
+        page_size: int,
+        backend: Backend,
+    ) -> "PagedAttention":
+        """Lay out a step once, for all its layers."""
+        plan = plan_step(
+            ragged, slot_T, num_tokens, page_size=page_size, implementation=backend.kernels
+        )
+        return cls(plan, backend)
 
     def __call__(
         self,
         q_THC: Float[Array, "T H C"],
-        kv_TJC: Float[Array, "T J C"],
-        pages_PJSC: Float[Array, "P J S C"],
-    ) -> tuple[Float[Array, "T H C"], Float[Array, "P J S C"]]:
-        """Write the step's keys and values, then attend.
+        k_TKC: Float[Array, "T K C"],
+        v_TKC: Float[Array, "T K C"],
+        pages: Float[Array, "P ..."],
+    ) -> tuple[Float[Array, "T H C"], Float[Array, "P ..."]]:
+        """Write the step's keys and values, then attend; each chip does its own heads.
 
         Args:
-            q_THC: Rotated queries.
-            kv_TJC: Rotated keys, then values, by KV head.
-            pages_PJSC: One layer's pages.
+            q_THC: Rotated queries; head h reads KV head h // (H / K).
+            k_TKC: Rotated keys.
+            v_TKC: Values.
+            pages: One layer's pool.
         """
-        pages_PJSC = kv_update(
-            pages_PJSC, kv_TJC.astype(pages_PJSC.dtype), self.slot_T, self.num_tokens
+        attend: Any = self.backend.per_chip(
+            partial(write_and_attend, implementation=self.backend.kernels),
+            (spec_of("THC"), spec_of("TKC"), spec_of("TKC"), KV_POOL, WHOLE),
+            (spec_of("THC"), KV_POOL),
         )
-        return ragged_paged_attention(q_THC, pages_PJSC, self.ragged), pages_PJSC
+        return attend(q_THC, k_TKC, v_TKC, pages, self.plan)

@@ -10,9 +10,9 @@ _FEW_ROWS = 128
 
 def linear(
     x_TD: Float[Array, "T D"],
-    weight_FD: Float[Array, "F D"],
+    weight_FD: Float[Array, "*F D"],
     bias_F: Float[Array, " F"] | None = None,
-) -> Float[Array, "T F"]:
+) -> Float[Array, "T *F"]:
     """x @ weight.T + bias, summed in float32, in the dtype of x."""
     y_TF = (
         lax.platform_dependent(x_TD, weight_FD, cpu=_weight_left, default=_weight_right)
@@ -28,9 +28,9 @@ def _weight_left(x_TD: Array, weight_FD: Array) -> Array:
     # The barriers keep XLA from folding the transposes into the product, which would swap its
     # operands again.
     x_DT = lax.optimization_barrier(x_TD.T)
-    y_FT = jnp.einsum("FD,DT->FT", weight_FD, x_DT, preferred_element_type=jnp.float32)
-    return lax.optimization_barrier(y_FT).T
+    y_FT = jnp.einsum("...D,DT->...T", weight_FD, x_DT, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(lax.optimization_barrier(y_FT), -1, 0)
 
 
 def _weight_right(x_TD: Array, weight_FD: Array) -> Array:
-    return jnp.einsum("TD,FD->TF", x_TD, weight_FD, preferred_element_type=jnp.float32)
+    return jnp.tensordot(x_TD, weight_FD, (1, -1), preferred_element_type=jnp.float32)

@@ -9,20 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxmm.device import steps
+from jaxmm.device.backend import Backend
 from jaxmm.device.executables import Executables, Lower
+from jaxmm.device.kv import KV_POOL, pool_shape
 from jaxmm.device.lane import Lane
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.sampling import Sampled, init_state
+from jaxmm.device.sharding import WHOLE, param_spec
 from jaxmm.host.batch import StepBatch, StepLayout
 from jaxmm.host.lanes import MERGED_PATCHES, EncodeBatch
 from jaxmm.models import family_module
 from jaxmm.models.config import ModelConfig
-from jaxmm.models.loading import param_shapes
+from jaxmm.models.loading import ParameterPath, param_shapes
 from jaxmm.request import MAX_LOGIT_BIAS
 from jaxmm.sizes import Sizes
+from kernels_pallas.scatter_rows import row_shape
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +47,7 @@ class Runner:
         sizes: Sizes,
         dtype: DTypeLike,
         *,
+        backend: Backend,
         ledger: CompileLedger,
         compile_cache_dir: str,
     ) -> None:
@@ -51,23 +57,34 @@ class Runner:
             model: Dimensions.
             sizes: Settled sizes.
             dtype: Of KV pages and arena.
+            backend: Implementation of the ops, and the chips.
             ledger: Told of every executable.
             compile_cache_dir: Where executables are kept between starts.
         """
         self._sizes = sizes
-        self._params: steps.Params = param_shapes(model, dtype)
+        self._backend = backend
+        self._params: steps.Params = param_shapes(model, dtype, self._param_sharding)
         text, vision = (family_module(model.family, name) for name in ("text", "vision"))
         self._decoder = nnx.graphdef(nnx.eval_shape(lambda: text.TextDecoder(model.text, dtype)))
         self._encoder = nnx.graphdef(
-            nnx.eval_shape(lambda: vision.VisionEncoder(model.vision, dtype=dtype))
+            nnx.eval_shape(
+                lambda: vision.VisionEncoder(
+                    model.vision, implementation=backend.kernels, dtype=dtype
+                )
+            )
         )
         self._vision = model.vision
         t = model.text
-        page_shape = (sizes.num_pages, 2 * t.num_kv_heads, sizes.page_size, t.head_channels)
-        self._kv_pages = tuple(jnp.zeros(page_shape, dtype) for _ in range(t.num_layers))
-        self._arena = jnp.zeros((sizes.num_rows + 1, t.row_width), dtype)
-        self._state = init_state(sizes.max_running, t.vocab_size)
-        fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}"
+        whole = backend.sharding(WHOLE)
+        pool = pool_shape(t, sizes.num_pages, sizes.page_size, backend)
+        pool_sharding = backend.sharding(KV_POOL)
+        self._kv_pages = tuple(
+            jnp.zeros(pool, dtype, device=pool_sharding) for _ in range(t.num_layers)
+        )
+        row = row_shape(t.width, levels=1 + t.deepstack_levels, implementation=backend.kernels)
+        self._arena = jnp.zeros((sizes.num_rows + 1, *row), dtype, device=whole)
+        self._state = jax.device_put(init_state(sizes.max_running, t.vocab_size), whole)
+        fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}|{backend}"
         self._executables = Executables(ledger, compile_cache_dir, fingerprint)
 
     def layout(self, num_tokens: int) -> StepLayout:
@@ -79,6 +96,10 @@ class Runner:
     def place(self, params: steps.Params) -> None:
         """Take the weights, `{"vision": …, "text": …}` as `load_params` gives them."""
         self._params = params
+
+    def put_param(self, path: ParameterPath, value: npt.NDArray[Any]) -> jax.Array:
+        """Send one parameter to the device, each chip its part."""
+        return self._put(value, param_spec(path))
 
     def warm_up(self, *, progress: bool) -> None:
         """Make the executable of every bucket; needs no weights."""
@@ -105,11 +126,10 @@ class Runner:
         """Encode a lane into the arena."""
         run = self._executables["encode", lane.patches.shape[0]]
         rest = (lane.coords, lane.segment, lane.window, lane.sizes, lane.slots)
-        patches = jax.device_put(lane.patches)
+        patches, any_later = self._put((lane.patches, np.bool_(lane.later is not None)))
         # without video the second frames are never read: no second array crosses
-        later = patches if lane.later is None else jax.device_put(lane.later)
-        any_later = jax.device_put(np.bool_(lane.later is not None))
-        placed = Lane(patches, later, any_later, *jax.device_put(rest))
+        later = patches if lane.later is None else self._put(lane.later)
+        placed = Lane(patches, later, any_later, *self._put(rest))
         self._arena = run(self._params["vision"], self._arena, placed)
 
     def step(self, batch: StepBatch) -> Sampled:
@@ -120,7 +140,7 @@ class Runner:
             self._kv_pages,
             self._state,
             self._arena,
-            jax.device_put(batch.buffer),
+            self._put(batch.buffer),
         )
         return sampled
 
@@ -148,7 +168,7 @@ class Runner:
                 bias_ids,
                 bias,
             )
-            self._state = run(self._state, *jax.device_put(arguments))
+            self._state = run(self._state, *self._put(arguments))
 
     def fetch(self, sampled: Sampled, *, logprobs: bool) -> Sampled:
         """Wait for a step and read what it sampled; without logprobs, the tokens alone."""
@@ -156,24 +176,38 @@ class Runner:
             return jax.device_get(sampled)
         return sampled._replace(token_B=jax.device_get(sampled.token_B))
 
+    def _put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
+        return jax.device_put(tree, self._backend.sharding(spec))
+
+    def _param_sharding(self, path: ParameterPath) -> NamedSharding | None:
+        return self._backend.sharding(param_spec(path))
+
+    def _shape(self, *dims: int, dtype: DTypeLike = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=self._backend.sharding(WHOLE))
+
+    def _shapes(self, tree: Any) -> Any:
+        """What the compiler must know of arrays; where they lie only if there are many chips."""
+        if self._backend.mesh is None:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+        )
+
     def _lower_language(self, rung: int) -> jax.stages.Lowered:
         layout = self.layout(rung)
         return steps.language_step.lower(
             self._decoder,
+            self._backend,
             layout,
-            _shapes(self._params["text"]),
-            _shapes(self._kv_pages),
-            _shapes(self._state),
-            _shapes(self._arena),
-            jax.ShapeDtypeStruct((layout.size,), jnp.int32),
+            self._shapes(self._params["text"]),
+            self._shapes(self._kv_pages),
+            self._shapes(self._state),
+            self._shapes(self._arena),
+            self._shape(layout.size),
         )
 
     def _lower_encode(self, rung: int) -> jax.stages.Lowered:
-        vision = self._vision
-
-        def shape(*dims: int, dtype: DTypeLike = jnp.int32) -> Any:
-            return jax.ShapeDtypeStruct(dims, dtype)
-
+        vision, shape = self._vision, self._shape
         patches = shape(rung, vision.patch_values, dtype=jnp.uint8)
         lane = Lane(
             patches_NU=patches,
@@ -186,24 +220,24 @@ class Runner:
             slot_M=shape(rung // MERGED_PATCHES),
         )
         return steps.encode_step.lower(
-            self._encoder, _shapes(self._params["vision"]), _shapes(self._arena), lane
+            self._encoder,
+            self._backend,
+            self._shapes(self._params["vision"]),
+            self._shapes(self._arena),
+            lane,
         )
 
     def _lower_prime(self) -> jax.stages.Lowered:
-        ids = jax.ShapeDtypeStruct((PRIME_IDS,), jnp.int32)
+        shape, ids = self._shape, self._shape(PRIME_IDS)
         return steps.prime_step.lower(
-            _shapes(self._state),
-            jax.ShapeDtypeStruct((), jnp.int32),
-            jax.ShapeDtypeStruct((), jnp.bool_),
+            self._shapes(self._state),
+            shape(),
+            shape(dtype=jnp.bool_),
             ids,
             ids,
-            jax.ShapeDtypeStruct((MAX_LOGIT_BIAS,), jnp.int32),
-            jax.ShapeDtypeStruct((MAX_LOGIT_BIAS,), jnp.float32),
+            shape(MAX_LOGIT_BIAS),
+            shape(MAX_LOGIT_BIAS, dtype=jnp.float32),
         )
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _padded(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:

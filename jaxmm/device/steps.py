@@ -4,6 +4,7 @@ The steps are compiled ahead of time, one executable for each bucket, and called
 can therefore never compile by accident. `Executables` keeps the executables and tells the ledger.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,8 +14,9 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float, Int32
 
+from jaxmm.device.backend import Backend
 from jaxmm.device.image_rows import ImageRows
-from jaxmm.device.kv import PagedAttention
+from jaxmm.device.kv import KVPages, PagedAttention
 from jaxmm.device.lane import Lane
 from jaxmm.device.sampling import (
     Sampled,
@@ -24,70 +26,80 @@ from jaxmm.device.sampling import (
     remember,
     sample_rows,
 )
+from jaxmm.device.sharding import WHOLE
 from jaxmm.host.batch import FLOAT_FIELDS, StepLayout
 from kernels_pallas.ragged_paged_attention import Ragged
+from kernels_pallas.scatter_rows import write_rows
 
 Params = Mapping[str, Any]
-KVPages = tuple[Float[Array, "P J S C"], ...]
 
 MAX_SAMPLE_GROUP = 16
+PALLAS_SAMPLE_GROUP = 128
+"""On a TPU a row more costs little beside reading the head."""
 
 
 def _encode_step(
-    encoder: nnx.GraphDef[Any], params: Params, arena_RX: Float[Array, "R X"], lane: Lane
-) -> Float[Array, "R X"]:
+    encoder: nnx.GraphDef[Any],
+    backend: Backend,
+    params: Params,
+    arena: Float[Array, "R ..."],
+    lane: Lane,
+) -> Float[Array, "R ..."]:
     """Encode one lane of packed images into the arena.
 
-    Static: encoder. Donated: arena_RX. Bucketed: N, the lane's patches.
+    Static: encoder, backend. Donated: arena. Bucketed: N, the lane's patches.
     The arena's last row takes what padding writes.
     """
-    vision = nnx.merge(encoder, params)
-    rows_MX = vision(lane).astype(arena_RX.dtype)
 
-    def write(m: Int32[Array, ""], arena: Array) -> Array:
-        return lax.dynamic_update_slice(
-            arena, lax.dynamic_slice_in_dim(rows_MX, m, 1), (lane.slot_M[m], 0)
-        )
+    def encode(params: Params, arena: Array, lane: Lane) -> Array:
+        vision = nnx.merge(encoder, params)
+        rows_MX = vision(lane)
+        with jax.named_scope("arena"):
+            return write_rows(arena, rows_MX, lane.slot_M, implementation=backend.kernels)
 
-    with jax.named_scope("arena"):
-        return lax.fori_loop(0, lane.slot_M.shape[0], write, arena_RX)
+    return backend.per_chip(encode, WHOLE, WHOLE)(params, arena, lane)
 
 
 def _language_step(
     decoder: nnx.GraphDef[Any],
+    backend: Backend,
     layout: StepLayout,
     params: Params,
     kv_pages: KVPages,
     state: SamplerState,
-    arena_RX: Float[Array, "R X"],
+    arena: Float[Array, "R ..."],
     buffer: Int32[Array, " X"],
 ) -> tuple[KVPages, SamplerState, Sampled]:
     """Extend and decode one step's tokens, and sample.
 
-    Static: decoder, layout (the bucket). Donated: kv_pages, state. Bucketed: T.
+    Static: decoder, backend, layout (the bucket). Donated: kv_pages, state. Bucketed: T.
     """
     step = _unpack(layout, buffer)
     text = nnx.merge(decoder, params)
     with jax.named_scope("embed"):
         fed_T = state.last_B[jnp.maximum(step["feed_T"], 0)]
         ids_T = jnp.where(step["feed_T"] >= 0, fed_T, step["ids_T"])
-        rows = ImageRows(arena_RX, step["row_T"])
+        rows = ImageRows(arena, step["row_T"], backend)
         hidden_TD = rows.into(text.embed(ids_T))
-    attention = PagedAttention(
-        slot_T=step["kv_slot_T"],
-        num_tokens=step["num_tokens"],
-        ragged=Ragged(
-            num_decodes=step["num_decodes"],
-            num_sequences=step["num_sequences"],
-            starts_B=step["starts_B"],
-            counts_B=step["counts_B"],
-            lengths_B=step["lengths_B"],
-            tables_BQ=step["tables_BQ"],
-        ),
+    ragged = Ragged(
+        num_decodes=step["num_decodes"],
+        num_sequences=step["num_sequences"],
+        starts_B=step["starts_B"],
+        counts_B=step["counts_B"],
+        lengths_B=step["lengths_B"],
+        tables_BQ=step["tables_BQ"],
+    )
+    attention = PagedAttention.of_step(
+        ragged,
+        step["kv_slot_T"],
+        step["num_tokens"],
+        page_size=kv_pages[0].shape[2],
+        backend=backend,
     )
     hidden_TD, kv_pages = text(hidden_TD, step["positions_AT"], kv_pages, attention, rows)
     with jax.named_scope("sample"):
-        sampled = _sample(text.logits, hidden_TD, step, state)
+        group = _sample_group(layout, backend)
+        sampled = _sample(text.logits, hidden_TD, step, state, group)
         state = remember(
             state,
             step["sample_slot_B"],
@@ -95,7 +107,7 @@ def _language_step(
             step["num_samples"],
             step["any_penalty"] > 0,
         )
-    return kv_pages, state, sampled
+    return kv_pages, *backend.whole((state, sampled))
 
 
 def _unpack(layout: StepLayout, buffer: Int32[Array, " X"]) -> dict[str, Array]:
@@ -112,8 +124,11 @@ def _unpack(layout: StepLayout, buffer: Int32[Array, " X"]) -> dict[str, Array]:
     return fields
 
 
-def _sample_group(num_tokens: int) -> int:
+def _sample_group(layout: StepLayout, backend: Backend) -> int:
     """Rows whose logits are made together; the head is read once for each group."""
+    num_tokens = layout.num_tokens
+    if backend.kernels == "pallas":
+        return math.gcd(layout.num_sequences, PALLAS_SAMPLE_GROUP)
     if num_tokens <= MAX_SAMPLE_GROUP:
         return num_tokens
     # Small steps are all decodes, large ones mostly prompt: few rows, often one.
@@ -125,10 +140,10 @@ def _sample(
     hidden_TD: Float[Array, "T D"],
     step: Mapping[str, Array],
     state: SamplerState,
+    group: int,
 ) -> Sampled:
     """Sample the rows that the host asked for, a group at a time: cost follows their number."""
-    num_tokens, num_rows = hidden_TD.shape[0], step["sample_token_B"].shape[0]
-    group = _sample_group(num_tokens)
+    num_rows = step["sample_token_B"].shape[0]
     names = SampleParams._fields
     columns = SampleParams(
         step["sample_slot_B"],
@@ -180,10 +195,12 @@ def _prime_step(
     return prime(state, slot, fresh, prompt_X, output_X, bias_id_X, bias_X)
 
 
-encode_step = jax.jit(_encode_step, static_argnames=("encoder",), donate_argnames=("arena_RX",))
+encode_step = jax.jit(
+    _encode_step, static_argnames=("encoder", "backend"), donate_argnames=("arena",)
+)
 language_step = jax.jit(
     _language_step,
-    static_argnames=("decoder", "layout"),
+    static_argnames=("decoder", "backend", "layout"),
     donate_argnames=("kv_pages", "state"),
 )
 prime_step = jax.jit(_prime_step, donate_argnames=("state",))

@@ -46,23 +46,24 @@ def token_rungs(low: int, high: int, *, dense: bool) -> tuple[int, ...]:
     return tuple(sorted(set(rungs)))
 
 
-def patch_rungs(low: int, high: int, *, dense: bool) -> tuple[int, ...]:
-    """Rungs of lane patches, multiples of 64: closer together when dense.
+def patch_rungs(low: int, high: int, *, dense: bool, align: int = _PATCH_ALIGN) -> tuple[int, ...]:
+    """Rungs of lane patches, multiples of `align`: closer together when dense.
 
     Args:
-        low: Lowest rung, rounded up to a multiple of 64.
+        low: Lowest rung, rounded up to a multiple.
         high: Highest rung at least.
         dense: Four rungs an octave, eight from 1024 up, for devices without idle compute; else two.
+        align: What every rung is a multiple of; 64, or a multiple.
     """
     steps = 4 if dense else 2
-    rungs = [round_up(low, _PATCH_ALIGN)]
+    rungs = [round_up(low, align)]
     base = rungs[0]
     while rungs[-1] < high:
         parts = steps * 2 if base >= _LARGE_LANE and dense else steps
         for i in range(1, parts + 1):
-            rung = round_up(base + base * i // parts, _PATCH_ALIGN)
+            rung = round_up(base + base * i // parts, align)
             if rungs[-1] < high and rung > rungs[-1]:
-                rungs.append(min(rung, max(round_up(high, _PATCH_ALIGN), rungs[-1] + _PATCH_ALIGN)))
+                rungs.append(min(rung, max(round_up(high, align), rungs[-1] + align)))
         base *= 2
     return tuple(rungs)
 

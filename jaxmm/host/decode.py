@@ -12,7 +12,7 @@ from PIL import Image
 from jaxmm.errors import RequestError
 from jaxmm.host.identity import item_identity
 from jaxmm.host.item import Item, Modality
-from jaxmm.host.media import Limits, decode_image
+from jaxmm.host.media import Limits, decode_image, too_much_memory
 
 Grid = tuple[int, int, int]
 Allocate = Callable[[int, int], npt.NDArray[np.uint8]]
@@ -77,6 +77,9 @@ class Decoder(Protocol):
     ) -> Future[Processed]:
         """Process a picture; the future raises RequestError for a picture that cannot be used."""
 
+    def abandon(self, future: Future[Processed]) -> None:
+        """Stop what computes a future that nobody waits for any more, where that saves work."""
+
     def close(self) -> None:
         """Give everything back."""
 
@@ -105,7 +108,10 @@ def process_image(
     """
     image = decode_image(source, limits)
     kwargs = {} if allocate is None else {"allocate": allocate}
-    features, grid = processor.patches(image, min_pixels, max_pixels, **kwargs)
+    try:
+        features, grid = processor.patches(image, min_pixels, max_pixels, **kwargs)
+    except MemoryError:
+        raise too_much_memory() from None
     features.flags.writeable = False
     return Processed(
         features=features,
@@ -134,6 +140,9 @@ class InlineDecoder:
         except RequestError as error:
             future.set_exception(error)
         return future
+
+    def abandon(self, future: Future[Processed]) -> None:
+        """It is done already."""
 
     def close(self) -> None:
         """Nothing is held."""

@@ -9,6 +9,7 @@ again in each of them.
 
 import json
 import logging
+import math
 import mmap
 import os
 import pickle
@@ -18,23 +19,30 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxmm import errors
-from jaxmm.errors import EngineStopped, MediaError
+from jaxmm.errors import EngineStopped, MediaError, Overloaded
 from jaxmm.host.decode import Processed, Processor, process_image
-from jaxmm.host.decode_worker import NO_MEMORY, Setup
+from jaxmm.host.decode_worker import NO_MEMORY, STATM, Setup
 from jaxmm.host.media import Limits, read_source
+from jaxmm.host.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_SECONDS = 5.0
+_GRACE_SECONDS = 1.0
+"""For a picture that nobody waits for any more."""
+_GLANCE_SECONDS = 0.1
+"""How often a wait looks whether it is still wanted."""
 _ERRORS = {kind.__name__: kind for kind in (errors.RequestError, MediaError, errors.MediaTooLarge)}
 
 
@@ -47,7 +55,9 @@ class DecodePool:
         limits: Limits,
         workers: int = 0,
         *,
-        timeout_seconds: float = 60.0,
+        timeout_seconds: float = 30.0,
+        memory_bytes: int = 0,
+        quarantine_seconds: float = 600.0,
     ) -> None:
         """Start the workers.
 
@@ -57,13 +67,21 @@ class DecodePool:
             workers: Processes; 0: one for each two cores, at least one.
             timeout_seconds: A picture within the limits takes a second or two; a worker that takes
                 longer than this is replaced.
+            memory_bytes: What one worker may allocate for a picture; 0: room for the largest that
+                the limits let through.
+            quarantine_seconds: How long a file is refused that a worker ended or hung on.
         """
-        self._setup = Setup(processor=processor, limits=limits)
+        memory_bytes = memory_bytes or _enough_memory(processor, limits)
+        self._setup = Setup(processor=processor, limits=limits, memory_bytes=memory_bytes)
+        if not STATM.exists():
+            logger.warning("decoding processes have no memory limit on this system")
         self._timeout_seconds = timeout_seconds
+        self._quarantine = Quarantine(quarantine_seconds)
         self._count = workers or max(1, (os.cpu_count() or 1) // 2)
         self._lock = threading.Lock()
         self._closed = self._warned = False
         self._inline_count = 0
+        self._patience: WeakKeyDictionary[Future[Processed], _Patience] = WeakKeyDictionary()
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for _ in range(self._count):
             self._idle.put(self._start())
@@ -80,8 +98,8 @@ class DecodePool:
         """Process a picture in a worker; one that is decoded already, in a thread.
 
         Returns:
-            A future that raises RequestError for a picture that cannot be used, and MediaError
-            when its worker died of it.
+            A future that raises RequestError for a picture that cannot be used, MediaError when
+            its worker died of it or did so lately, and Overloaded when no worker can be started.
 
         Raises:
             EngineStopped: The pool is closed.
@@ -89,7 +107,18 @@ class DecodePool:
         with self._lock:
             if self._closed:
                 raise EngineStopped("the decode pool is closed; make a new engine")
-            return self._threads.submit(self._process, source, min_pixels, max_pixels)
+            patience = _Patience()
+            future = self._threads.submit(self._process, source, min_pixels, max_pixels, patience)
+            self._patience[future] = patience
+            return future
+
+    def abandon(self, future: Future[Processed]) -> None:
+        """Cancel what has not begun, and give what has begun a second more.
+
+        Most pictures take far less, and a worker that is ended takes longer to start anew.
+        """
+        if not future.cancel():
+            self._patience[future].abandon()
 
     def close(self) -> None:
         """Cancel what waits, finish what runs, end every worker. May be called again."""
@@ -101,22 +130,30 @@ class DecodePool:
         for _ in range(self._count):
             self._idle.get().close()
 
-    def _process(self, source: Any, min_pixels: int | None, max_pixels: int | None) -> Processed:
+    def _process(
+        self, source: Any, min_pixels: int | None, max_pixels: int | None, patience: "_Patience"
+    ) -> Processed:
         setup = self._setup
         data = read_source(source, setup.limits)
         if not isinstance(data, bytes):  # decoded already, and resizing holds no GIL
             return process_image(data, setup.processor, setup.limits, min_pixels, max_pixels)
+        self._quarantine.check(data)
         worker = self._idle.get()
         try:
             if not worker.is_alive:
                 worker = self._replace(worker)
-            processed = worker.process(data, min_pixels, max_pixels, self._timeout_seconds)
+            patience.start(self._timeout_seconds)
+            processed = worker.process(data, min_pixels, max_pixels, patience)
             if not worker.has_memory:
                 with self._lock:
                     self._inline_count += 1
             return processed
+        except _Unwanted:
+            worker = self._replace(worker)
+            raise MediaError("the picture's requests were aborted") from None
         except (EOFError, OSError) as error:
             how = "took too long" if isinstance(error, TimeoutError) else "ended unexpectedly"
+            self._quarantine.add(data)
             worker = self._replace(worker)
             raise MediaError(f"the picture could not be decoded: its process {how}") from None
         finally:
@@ -124,7 +161,11 @@ class DecodePool:
 
     def _replace(self, worker: "_Worker") -> "_Worker":
         logger.warning("decode worker replaced exit_status=%d", worker.kill())
-        return self._start()
+        try:
+            return self._start()
+        except OSError as error:
+            reason = f"no decoding process can be started: {error.strerror}"
+            raise Overloaded(f"{reason}. Send the request again later.") from error
 
     def _start(self) -> "_Worker":
         worker = _Worker(self._setup)
@@ -132,6 +173,32 @@ class DecodePool:
             self._warned = True
             logger.warning("shared memory refused; patches come by socket, which is slower")
         return worker
+
+
+class _Unwanted(Exception):
+    """Nobody waits for the picture any more."""
+
+
+class _Patience:
+    """How long a picture is waited for: from its start, and from when nobody wants it."""
+
+    def __init__(self) -> None:
+        self._end = math.inf
+        self._abandoned_end = math.inf
+
+    def start(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def abandon(self) -> None:
+        self._abandoned_end = time.monotonic() + _GRACE_SECONDS
+
+    def check(self) -> None:
+        """Raise what ends the wait, when it is over."""
+        now = time.monotonic()
+        if now > self._end:
+            raise TimeoutError
+        if now > self._abandoned_end:
+            raise _Unwanted
 
 
 class _Worker:
@@ -158,14 +225,14 @@ class _Worker:
         return self._memory is not None
 
     def process(
-        self, data: bytes, min_pixels: int | None, max_pixels: int | None, timeout_seconds: float
+        self, data: bytes, min_pixels: int | None, max_pixels: int | None, patience: _Patience
     ) -> Processed:
         """Have one picture processed; EOFError or OSError when the worker is lost."""
         pixels = {"min_pixels": min_pixels, "max_pixels": max_pixels}
         self._connection.send_bytes(json.dumps(pixels).encode())
         self._connection.send_bytes(data)
-        if not self._connection.poll(timeout_seconds):
-            raise TimeoutError
+        while not self._connection.poll(_GLANCE_SECONDS):
+            patience.check()
         answer = json.loads(self._connection.recv_bytes())
         if "error" in answer:
             raise _ERRORS[answer["error"]](answer["message"])
@@ -202,6 +269,12 @@ class _Worker:
             self._connection.recv_bytes_into(features.data.cast("B"))
         features.flags.writeable = False
         return features
+
+
+def _enough_memory(processor: Processor, limits: Limits) -> int:
+    """Bytes for the largest picture allowed, as four copies with transparency, and its patches."""
+    patches = processor.max_patches * processor.num_values
+    return 16 * limits.max_decode_pixels + 4 * patches + (256 << 20)
 
 
 def _segment(num_bytes: int) -> int:

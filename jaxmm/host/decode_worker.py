@@ -11,11 +11,14 @@ which takes over this process cannot make the parent unpickle anything. It ends 
 
 import json
 import mmap
+import os
 import pickle
+import resource
 import signal
 import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +26,9 @@ import numpy.typing as npt
 from jaxmm.errors import RequestError
 from jaxmm.host.decode import Processed, Processor, process_image
 from jaxmm.host.media import Limits
+
+STATM = Path("/proc/self/statm")
+"""Where Linux tells how many pages of address space a process has; elsewhere it has no limit."""
 
 NO_MEMORY = -1
 """In place of MEMORY_FD where the parent got no shared memory."""
@@ -34,6 +40,8 @@ class Setup:
 
     processor: Processor
     limits: Limits
+    memory_bytes: int
+    """Address space that the worker may take beyond what it has before its first picture."""
 
 
 class _Memory:
@@ -59,10 +67,18 @@ def main() -> None:
     memory = _Memory(int(sys.argv[2]))
     try:
         setup: Setup = pickle.loads(connection.recv_bytes())
+        _limit_memory(setup.memory_bytes)
         while True:
             _answer(connection, memory, setup)
     except (EOFError, ConnectionError):
         return
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Let an allocation beyond the limit fail, here, before it costs the whole machine."""
+    if STATM.exists():
+        used = int(STATM.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, used + num_bytes))
 
 
 def _answer(connection: Connection, memory: _Memory, setup: Setup) -> None:

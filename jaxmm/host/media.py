@@ -25,7 +25,6 @@ _FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "AVIF")
 _DAMAGED = (
     *(OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, IndexError),
     *(KeyError, TypeError, AttributeError, OverflowError, NotImplementedError, RuntimeError),
-    MemoryError,  # absurd sizes inside a small file
 )
 """What Pillow's readers let through on damaged data (fuzzed in the tests)."""
 
@@ -98,6 +97,8 @@ def decode_image(source: Any, limits: Limits) -> Image.Image:
         opened = Image.open(io.BytesIO(source), formats=_formats())
     except Image.DecompressionBombError:
         raise _too_many_pixels(limits) from None
+    except MemoryError:
+        raise too_much_memory() from None
     except _DAMAGED:
         raise MediaError(_UNREADABLE) from None
     with opened:
@@ -107,6 +108,28 @@ def decode_image(source: Any, limits: Limits) -> Image.Image:
 def decode_rgb(source: Any, limits: Limits) -> npt.NDArray[np.uint8]:
     """`decode_image` as uint8[H, W, 3]."""
     return np.asarray(decode_image(source, limits))
+
+
+def read_content(source: Any, limits: Limits) -> bytes | npt.NDArray[np.uint8]:
+    """What a source holds, apart from the form in which it came.
+
+    Returns:
+        A file's bytes; of a PIL image or an array its pixels, uint8[H, W, 3], upright and copied,
+        so that the caller's may change meanwhile.
+
+    Raises:
+        MediaError, MediaTooLarge: As `decode_image`.
+    """
+    source = read_source(source, limits)
+    return source if isinstance(source, bytes) else decode_rgb(source, limits)
+
+
+def too_much_memory() -> MediaTooLarge:
+    """For an allocation that failed, in a decoding process at its limit."""
+    return MediaTooLarge(
+        "the picture takes more memory than decoding may use; "
+        "send a smaller one or raise media.worker_memory_bytes"
+    )
 
 
 def _read_file(path: Path, max_bytes: int) -> bytes:
@@ -174,6 +197,8 @@ def _decode(image: Image.Image, limits: Limits) -> Image.Image:
         raise _too_many_pixels(limits) from None
     except MediaError:
         raise
+    except MemoryError:  # also absurd sizes inside a small file
+        raise too_much_memory() from None
     except _DAMAGED:
         kind = f"{image.format} picture" if image.format else "picture"
         raise MediaError(f"the {kind} is damaged or cut short") from None

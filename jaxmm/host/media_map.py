@@ -1,10 +1,13 @@
-"""Files seen before: what they became, so that a repeat is not decoded. Host only."""
+"""Pictures seen before: what they became, so that a repeat is not processed. Host only."""
 
 import hashlib
 import struct
 import threading
 from collections import OrderedDict
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 
 class Known(NamedTuple):
@@ -16,19 +19,30 @@ class Known(NamedTuple):
 
 
 def media_key(
-    data: bytes, fingerprint: bytes, pixel_limits: tuple[int, int], salt: str = ""
+    content: bytes | npt.NDArray[np.uint8],
+    fingerprint: bytes,
+    pixel_limits: tuple[int, int],
+    salt: str = "",
 ) -> bytes:
-    """32 bytes: encoded file, processor, pixel limits and tenant.
+    """32 bytes: encoded file or pixels, processor, pixel limits and tenant.
 
     The tenant is part of it because a hit is fast enough to be noticed: one tenant must not learn
-    that another sent the same file.
+    that another sent the same picture.
+
+    Args:
+        content: A file's bytes, or uint8[H, W, 3], contiguous; the two never share a key.
+        fingerprint: Of the processor.
+        pixel_limits: Of the request.
+        salt: The tenant.
     """
-    digest = hashlib.sha256(b"jaxmm.media.1")
+    no_size = (0, 0)  # of a file; no picture has it
+    height, width = no_size if isinstance(content, bytes) else content.shape[:2]
+    digest = hashlib.sha256(b"jaxmm.media.2")
     scope = salt.encode()
-    digest.update(struct.pack("<QQ2q", len(fingerprint), len(scope), *pixel_limits))
+    digest.update(struct.pack("<QQ4q", len(fingerprint), len(scope), *pixel_limits, height, width))
     digest.update(fingerprint)
     digest.update(scope)
-    digest.update(data)
+    digest.update(content if isinstance(content, bytes) else content.reshape(-1).data)
     return digest.digest()
 
 
@@ -44,7 +58,7 @@ class MediaMap:
         self.num_misses = 0
 
     def get(self, key: bytes) -> Known | None:
-        """Look a file up and make it the most recent."""
+        """Look a picture up and make it the most recent."""
         with self._lock:
             known = self._entries.get(key)
             if known is None:
@@ -55,7 +69,7 @@ class MediaMap:
             return known
 
     def put(self, key: bytes, known: Known) -> None:
-        """Remember a file, and forget the least recent beyond the capacity."""
+        """Remember a picture, and forget the least recent beyond the capacity."""
         with self._lock:
             self._entries[key] = known
             self._entries.move_to_end(key)
@@ -67,6 +81,6 @@ class MediaMap:
             return len(self._entries)
 
     def clear(self) -> None:
-        """Forget every file."""
+        """Forget every picture."""
         with self._lock:
             self._entries.clear()

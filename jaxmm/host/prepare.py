@@ -1,26 +1,22 @@
 """From a request's pictures to items, and from ids and items to the expanded prompt. Host only."""
 
 import contextlib
-import functools
-import threading
-import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxmm.config import MediaConfig
-from jaxmm.errors import EngineStopped, MediaError, RequestError
-from jaxmm.host.decode import Decoder, Processed, Processor
+from jaxmm.errors import MediaError, RequestError
+from jaxmm.host.decode import Processed, Processor
+from jaxmm.host.decodes import Decodes, Found, Gone, wait
 from jaxmm.host.identity import caller_identity, parse_caller_hashes, sentinels_for
 from jaxmm.host.item import Item, Modality, Prompt
-from jaxmm.host.media import Limits, read_source
-from jaxmm.host.media_map import Known, MediaMap, media_key
+from jaxmm.host.media import Limits, read_content
+from jaxmm.host.media_map import Known, media_key
 from jaxmm.host.placeholders import build_prompt, check_slots
-
-_Outcome = tuple[Known, npt.NDArray[np.uint8] | None]
 
 
 class Preparer:
@@ -29,23 +25,23 @@ class Preparer:
     def __init__(
         self,
         processor: Processor,
-        decoder: Decoder,
-        media_map: MediaMap,
+        decodes: Decodes,
         media_config: MediaConfig,
         placeholder_id: int,
     ) -> None:
-        """Keep the parts; the caller owns and closes the decoder."""
+        """Keep the parts.
+
+        Args:
+            processor: The model family's.
+            decodes: Through which every picture goes.
+            media_config: Limits.
+            placeholder_id: Token that marks an item's place.
+        """
         self._processor = processor
-        self._decoder = decoder
-        self._media_map = media_map
+        self._decodes = decodes
         self._limits = Limits(media_config.max_bytes, media_config.max_decode_pixels)
         self._max_items = media_config.max_items
         self._placeholder_id = placeholder_id
-        self._lock = threading.RLock()  # an inline decoder calls back within submit
-        self._on_their_way: dict[bytes, Future[Processed]] = {}
-        self._held: weakref.WeakValueDictionary[bytes, npt.NDArray[np.uint8]] = (
-            weakref.WeakValueDictionary()
-        )
 
     def prepare_items(
         self,
@@ -55,6 +51,7 @@ class Preparer:
         max_pixels: int | None = None,
         mm_hashes: Sequence[str] | None = None,
         salt: str = "",
+        gone: Gone | None = None,
     ) -> tuple[Item, ...]:
         """Process a request's pictures in parallel.
 
@@ -64,11 +61,12 @@ class Preparer:
             max_pixels: Upper pixel limit of this request, within the server's.
             mm_hashes: Caller's hex hashes, one for each picture.
             salt: The tenant.
+            gone: When done, the wait ends with EngineStopped.
 
         Returns:
-            Items in the order of the pictures, without offsets. A file that the media map knows
-            has features only while another item holds them. Requests that send one file together
-            share one decode.
+            Items in the order of the pictures, without offsets. A picture that the media map knows
+            has features only while another item holds them. Requests that send one picture
+            together share one decode.
 
         Raises:
             RequestError: Too many pictures, wrong pixel limits, or, as MediaError naming which, a
@@ -81,10 +79,10 @@ class Preparer:
             )
         pixels = self._processor.limits(min_pixels, max_pixels)
         hashes = parse_caller_hashes(mm_hashes, len(images))
-        knowns = self._process_all(images, pixels, salt)
+        found = self._find_all(images, pixels, salt, gone)
         return tuple(
             _item(known, features, caller_hash, salt)
-            for (known, features), caller_hash in zip(knowns, hashes, strict=True)
+            for (known, features), caller_hash in zip(found, hashes, strict=True)
         )
 
     def load_features(
@@ -95,8 +93,9 @@ class Preparer:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         salt: str = "",
+        gone: Gone | None = None,
     ) -> npt.NDArray[np.uint8]:
-        """Process the picture of an item that has no features, because its file was known.
+        """Process the picture of an item that has no features, because it was known.
 
         Args:
             source: What the item was made from; limits and salt as then.
@@ -104,22 +103,18 @@ class Preparer:
             min_pixels: Lower pixel limit of the request.
             max_pixels: Upper pixel limit of the request.
             salt: The tenant.
+            gone: When done, the wait ends with EngineStopped.
 
         Returns:
             uint8[N, U] patches.
 
         Raises:
-            MediaError: The picture cannot be used, or is not the item's: its file has changed.
+            MediaError: The picture cannot be used, or is not the item's: it has changed.
         """
         pixels = self._processor.limits(min_pixels, max_pixels)
-        data = read_source(source, self._limits)
-        if isinstance(data, bytes):
-            key = media_key(data, self._processor.fingerprint, pixels, salt)
-            with self._lock:
-                future = self._decode(key, data, pixels)
-        else:
-            future = self._decoder.submit(data, *pixels)
-        known, features = _outcome(future)
+        content = read_content(source, self._limits)
+        key = media_key(content, self._processor.fingerprint, pixels, salt)
+        known, features = wait(self._decodes.decode(key, content, pixels, gone))
         if known != Known(item.identity, item.grid_thw, item.num_rows) or features is None:
             raise MediaError("the picture has changed since its request came; send it again")
         return features
@@ -140,48 +135,21 @@ class Preparer:
         check_slots(ids, slots, self._placeholder_id)
         return build_prompt(ids, slots, items, self._processor.positions)
 
-    def _process_all(
-        self, images: Sequence[Any], pixels: tuple[int, int], salt: str
-    ) -> list[_Outcome]:
+    def _find_all(
+        self, images: Sequence[Any], pixels: tuple[int, int], salt: str, gone: Gone | None
+    ) -> list[Found]:
         """Start every picture before waiting for the first."""
-        started: list[_Outcome | Future[Processed]] = []
-        outcomes: list[_Outcome] = []
+        started: list[Found | Future[Processed]] = []
+        found: list[Found] = []
         for index, image in enumerate(images):
             with _naming(index, len(images)):
-                started.append(self._start(image, pixels, salt))
+                content = read_content(image, self._limits)
+                key = media_key(content, self._processor.fingerprint, pixels, salt)
+                started.append(self._decodes.find(key, content, pixels, gone))
         for index, begun in enumerate(started):
             with _naming(index, len(images)):
-                outcomes.append(_outcome(begun) if isinstance(begun, Future) else begun)
-        return outcomes
-
-    def _start(
-        self, image: Any, pixels: tuple[int, int], salt: str
-    ) -> _Outcome | Future[Processed]:
-        source = read_source(image, self._limits)
-        if not isinstance(source, bytes):
-            return self._decoder.submit(source, *pixels)
-        key = media_key(source, self._processor.fingerprint, pixels, salt)
-        with self._lock:
-            known = self._media_map.get(key)
-            if known is not None:
-                return known, self._held.get(key)
-            return self._decode(key, source, pixels)
-
-    def _decode(self, key: bytes, source: bytes, pixels: tuple[int, int]) -> Future[Processed]:
-        """Join a decode of the same file that is on its way, or start one; under the lock."""
-        future = self._on_their_way.get(key)
-        if future is None:
-            future = self._on_their_way[key] = self._decoder.submit(source, *pixels)
-            future.add_done_callback(functools.partial(self._arrived, key))
-        return future
-
-    def _arrived(self, key: bytes, future: Future[Processed]) -> None:
-        with self._lock:
-            del self._on_their_way[key]
-            if not future.cancelled() and future.exception() is None:
-                processed = future.result()
-                self._media_map.put(key, _known(processed))
-                self._held[key] = processed.features
+                found.append(wait(begun) if isinstance(begun, Future) else begun)
+        return found
 
 
 @contextlib.contextmanager
@@ -191,18 +159,6 @@ def _naming(index: int, num_images: int) -> Iterator[None]:
         yield
     except MediaError as error:
         raise type(error)(f"image {index + 1} of {num_images}: {error}") from None
-
-
-def _known(processed: Processed) -> Known:
-    return Known(processed.identity, processed.grid_thw, processed.num_rows)
-
-
-def _outcome(future: Future[Processed]) -> _Outcome:
-    try:
-        processed = future.result()
-    except CancelledError:
-        raise EngineStopped("the engine was closed while pictures waited; make a new one") from None
-    return _known(processed), processed.features
 
 
 def _item(

@@ -104,6 +104,8 @@ class Sequence:
     """Prompt tokens read from the prefix cache when first admitted."""
     num_admissions: int = 0
     """One more than how often it was retracted."""
+    primed_at: int = 0
+    """Admission for which its state slot has been given its history; 0: none."""
 
     pages: PageTable = field(default_factory=PageTable)
     slot: int = -1

@@ -287,9 +287,9 @@ CLIP_NORMALISATION = (
 def read_normalisation(
     directory: Path,
     default: tuple[tuple[float, ...], tuple[float, ...]] = CLIP_NORMALISATION,
-) -> dict[str, tuple[float, ...]]:
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """`image_mean` and `image_std` of preprocessor_config.json; the default if it does not say."""
     path = directory / "preprocessor_config.json"
     raw = read_json(path) if path.exists() else {}
-    keys = ("image_mean", "image_std")
-    return {key: tuple(raw.get(key) or d) for key, d in zip(keys, default, strict=True)}
+    mean, std = default
+    return tuple(raw.get("image_mean") or mean), tuple(raw.get("image_std") or std)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Sharding
 from tqdm import tqdm
 
 from jaxmm.errors import ModelError
@@ -58,14 +59,20 @@ class Parameter:
 
     path: ParameterPath
     tensors: tuple[Tensor, ...]
+    groups: int = 1
+    """Each tensor is cut into so many equal parts; all first parts come first, then all second."""
+    new_axis: bool = False
+    """The tensors, all of one shape, lie along an axis of their own."""
     flat: bool = True
     """What has more than two axes (a convolution over patches) is flattened to two."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        rows = sum(t.shape[0] for t in self.tensors)
         rest = self.tensors[0].shape[1:]
-        return (rows, int(np.prod(rest))) if rest and self.flat else (rows, *rest)
+        width = (int(np.prod(rest)),) if rest and self.flat else rest
+        if self.new_axis:
+            return (len(self.tensors), self.tensors[0].shape[0], *width)
+        return (sum(t.shape[0] for t in self.tensors), *width)
 
 
 def load_params(
@@ -107,12 +114,27 @@ def load_params(
     return params
 
 
-def param_shapes(config: ModelConfig, dtype: npt.DTypeLike) -> dict[str, Any]:
-    """What `load_params` will give, as `jax.ShapeDtypeStruct`; reads no file."""
+def param_shapes(
+    config: ModelConfig,
+    dtype: npt.DTypeLike,
+    sharding: Callable[[ParameterPath], Sharding | None] = lambda _: None,
+) -> dict[str, Any]:
+    """What `load_params` will give, as `jax.ShapeDtypeStruct`; reads no file.
+
+    Args:
+        config: Dimensions.
+        dtype: Of all parameters.
+        sharding: Where the parameter at a path will lie; None: on the one device.
+    """
     table: Sequence[Parameter] = family_module(config.family, "params").parameters(config)
     shapes: dict[str, Any] = {}
     for parameter in table:
-        _insert(shapes, parameter.path, jax.ShapeDtypeStruct(parameter.shape, dtype))
+        where = sharding(parameter.path)
+        _insert(
+            shapes,
+            parameter.path,
+            jax.ShapeDtypeStruct(parameter.shape, dtype, sharding=where),
+        )
     return shapes
 
 
@@ -177,11 +199,14 @@ def _read(
             tensor = np.ascontiguousarray(tensor.swapaxes(-1, -2))
         return tensor.astype(dtype, copy=False).reshape(parameter.shape)
     value = np.empty(parameter.shape, dtype)
+    width = () if len(parameter.tensors[0].shape) == 1 else value.shape[-1:]
+    groups = value.reshape(parameter.groups, -1, *width)  # a view: to write there fills the value
     start = 0
     for part in parameter.tensors:
         name, path = sources[part.name]
-        stop = start + part.shape[0]
-        value[start:stop] = files[path].get_tensor(name).reshape(part.shape[0], *value.shape[1:])
+        stop = start + part.shape[0] // parameter.groups
+        shape = (parameter.groups, stop - start, *width)
+        groups[:, start:stop] = files[path].get_tensor(name).reshape(shape)
         start = stop
     return value
 

@@ -1,5 +1,19 @@
 """Attention of a step's queries over paged keys and values."""
 
-from kernels_pallas.ragged_paged_attention.api import Ragged, ragged_paged_attention
+from kernels_pallas.ragged_paged_attention.api import (
+    Ragged,
+    StepPlan,
+    page_shape,
+    plan_step,
+    ragged_paged_attention,
+    write_and_attend,
+)
 
-__all__ = ["Ragged", "ragged_paged_attention"]
+__all__ = [
+    "Ragged",
+    "StepPlan",
+    "page_shape",
+    "plan_step",
+    "ragged_paged_attention",
+    "write_and_attend",
+]

@@ -1,14 +1,17 @@
-"""Ragged paged attention: the op and its choice of implementation. Traced."""
+"""Ragged paged attention: the op, its page layouts, and its choice of implementation. Traced."""
 
 from typing import Literal, NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
+from kernels_pallas.kv_update import kv_update
+from kernels_pallas.ragged_paged_attention import kernel, lanes, layout
 from kernels_pallas.ragged_paged_attention.portable import paged_attention_portable
 from kernels_pallas.ragged_paged_attention.reference import paged_attention_reference
 
-Implementation = Literal["portable", "reference"]
+Implementation = Literal["portable", "pallas", "reference"]
 
 
 class Ragged(NamedTuple):
@@ -31,14 +34,122 @@ class Ragged(NamedTuple):
     """Pages of each sequence, in order."""
 
 
+class StepPlan(NamedTuple):
+    """What the layers of a step share."""
+
+    ragged: Ragged
+    slot_T: Int32[Array, " T"]
+    """page * page_size + place in the page, for each token."""
+    num_tokens: Int32[Array, ""]
+    """Tokens that are real; the rest of T is filler."""
+    start_B1: Int32[Array, " B1"]
+    """First token of each sequence, and the end of the last; `num_tokens` behind those."""
+    extends: kernel.ExtendPlan | None
+    """Of "pallas" alone."""
+
+
+def page_shape(
+    page_size: int, num_kv_heads: int, channels: int, *, implementation: Implementation
+) -> tuple[int, int, int]:
+    """Shape of one page of one layer: the second to last axes of the pool.
+
+    portable: [J, S, C], J holds K keys, then K values; pallas: [K, S, J], a row is a key and then
+    its value (`layout`). Both have K, or a multiple, first: that axis splits over chips.
+    """
+    if implementation == "pallas":
+        return num_kv_heads, page_size, layout.row_lanes(channels)
+    return 2 * num_kv_heads, page_size, channels
+
+
+def plan_step(
+    ragged: Ragged,
+    slot_T: Int32[Array, " T"],
+    num_tokens: Int32[Array, ""],
+    *,
+    page_size: int,
+    implementation: Implementation,
+) -> StepPlan:
+    """Lay out a step; do it once for all layers.
+
+    Args:
+        ragged: The step's sequences.
+        slot_T: page * page_size + place in the page, for each token.
+        num_tokens: Tokens that are real.
+        page_size: S.
+        implementation: The one that will attend.
+    """
+    B = ragged.starts_B.shape[0]
+    start_B = jnp.where(jnp.arange(B) < ragged.num_sequences, ragged.starts_B, num_tokens)
+    start_B1 = jnp.append(start_B, num_tokens).astype(jnp.int32)
+    extends = None
+    if implementation == "pallas":
+        extends = kernel.plan_extends(
+            start_B1,
+            ragged.lengths_B,
+            ragged.tables_BQ,
+            ragged.num_decodes,
+            ragged.num_sequences,
+            num_tokens=slot_T.shape[0],
+            page_size=page_size,
+        )
+    return StepPlan(ragged, slot_T, num_tokens, start_B1, extends)
+
+
+def write_and_attend(
+    q_THC: Float[Array, "T H C"],
+    k_TKC: Float[Array, "T K C"],
+    v_TKC: Float[Array, "T K C"],
+    pages: Float[Array, "P ..."],
+    plan: StepPlan,
+    *,
+    implementation: Implementation,
+) -> tuple[Float[Array, "T H C"], Float[Array, "P ..."]]:
+    """Write the keys and values of a step into their pages, and attend from its tokens.
+
+    Args:
+        q_THC: Queries, rotated, not scaled. Query head h reads KV head h // (H / K).
+        k_TKC: Keys, rotated.
+        v_TKC: Values.
+        pages: One layer's pool, pages of `page_shape`; donated.
+        plan: `plan_step` for the same implementation.
+        implementation: "portable" for CPU and GPU, "pallas" for TPU, "reference" for tests.
+
+    Returns:
+        Attended values in q's dtype, finite for filler; and the pool.
+
+    Raises:
+        ValueError: "pallas" and shapes that the kernels cannot take.
+    """
+    if implementation == "pallas":
+        assert plan.extends is not None, "the plan was made for another implementation"
+        T, _, C = q_THC.shape
+        out_TX, pages = kernel.ragged_paged_attention(
+            lanes.query_rows(q_THC, pages.dtype),
+            lanes.kv_rows(k_TKC, v_TKC, pages.dtype),
+            pages,
+            plan.start_B1,
+            plan.ragged.lengths_B,
+            plan.ragged.tables_BQ,
+            plan.ragged.num_decodes,
+            plan.extends,
+            channels=layout.query_lanes(C),
+            max_decode=min(T, plan.ragged.lengths_B.shape[0]),
+        )
+        return lanes.outputs(out_TX, C).astype(q_THC.dtype), pages
+    kv_TJC = jnp.concatenate([k_TKC, v_TKC], axis=1).astype(pages.dtype)
+    pages = kv_update(pages, kv_TJC, plan.slot_T, plan.num_tokens, implementation=implementation)
+    attended_THC = ragged_paged_attention(q_THC, pages, plan.ragged, implementation=implementation)
+    return attended_THC, pages
+
+
 def ragged_paged_attention(
     q_THC: Float[Array, "T H C"],
     pages_PJSC: Float[Array, "P J S C"],
     ragged: Ragged,
     *,
-    implementation: Implementation = "portable",
+    implementation: Literal["portable", "reference"] = "portable",
 ) -> Float[Array, "T H C"]:
-    """Causal attention of every token over its own sequence.
+    """Causal attention of every token over its own sequence, whose pages are written already.
 
     Args:
         q_THC: Queries, rotated; any float dtype. Query head h reads KV head h // (H / K).

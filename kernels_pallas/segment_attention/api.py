@@ -5,11 +5,12 @@ The caller says which implementation runs; nothing falls back in silence.
 
 from typing import Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from kernels_pallas.segment_attention import portable, reference
+from kernels_pallas.segment_attention import kernel, portable, reference, windows
 
-Implementation = Literal["portable", "reference"]
+Implementation = Literal["portable", "pallas", "reference"]
 
 
 def segment_attention(
@@ -28,12 +29,25 @@ def segment_attention(
         v_NHC: Values.
         segment_N: Segment of each patch, 0 to N - 1, or -1 for padding. Padding may stand
             anywhere; the others never fall from one patch to the next.
-        implementation: portable: blocks that follow the segments; reference: an N x N array.
+        implementation: portable: blocks that follow the segments; pallas: the TPU kernel;
+            reference: an N x N array.
 
     Returns:
         In the dtype of the inputs, zeros for padding.
+
+    Raises:
+        ValueError: "pallas" and an N that is no multiple of 128.
     """
     match implementation:
+        case "pallas":
+            tile, block = kernel.segment_sizes(len(segment_N))
+            # the same for all layers, so XLA makes it once
+            plan = kernel.plan_segments(segment_N, tile=tile, block=block)
+            q_HNC, k_HNC, v_HNC = (
+                jnp.moveaxis(x_NHC, 1, 0) for x_NHC in (_scaled(q_NHC), k_NHC, v_NHC)
+            )
+            out_HNC = kernel.segment_attention(q_HNC, k_HNC, v_HNC, plan, tile=tile, block=block)
+            return jnp.moveaxis(out_HNC, 0, 1)
         case "portable":
             return portable.segment_attention(q_NHC, k_NHC, v_NHC, segment_N)
         case "reference":
@@ -57,19 +71,34 @@ def window_attention(
         v_NHC: Values.
         window_N: Window of each patch, 0 to N - 1, or -1 for padding; a number means one window
             only within a block of `block` patches, and no window crosses such a block.
-        implementation: portable: one block at a time; reference: an N x N array.
+        implementation: portable: one block at a time; pallas: the TPU kernel; reference: an N x N
+            array.
         block: Patches of a block; N is a multiple of it.
 
     Returns:
         In the dtype of the inputs, any finite values for padding.
 
     Raises:
-        ValueError: N is no multiple of `block`.
+        ValueError: N is no multiple of `block`; or "pallas" and other blocks than of 64 patches,
+            or an N that is no multiple of 128.
     """
     if len(window_N) % block:
         raise ValueError(f"a lane of {len(window_N)} patches is no multiple of block={block}")
     match implementation:
+        case "pallas":
+            if block != windows.WINDOW:
+                raise ValueError(f"windows of {block} patches; the kernel has {windows.WINDOW}")
+            num, _, channels = q_NHC.shape
+            q_NX, k_NX, v_NX = (x_NHC.reshape(num, -1) for x_NHC in (_scaled(q_NHC), k_NHC, v_NHC))
+            out_NX = windows.window_attention(q_NX, k_NX, v_NX, window_N, channels=channels)
+            return out_NX.reshape(q_NHC.shape)
         case "portable":
             return portable.window_attention(q_NHC, k_NHC, v_NHC, window_N, block)
         case "reference":
             return reference.window_attention(q_NHC, k_NHC, v_NHC, window_N, block)
+
+
+def _scaled(q_NHC: Float[Array, "N H C"]) -> Float[Array, "N H C"]:
+    """Queries as the kernels take them; XLA joins it to the rotation before it."""
+    scale = kernel.query_scale(q_NHC.shape[2])
+    return (q_NHC.astype(jnp.float32) * scale).astype(q_NHC.dtype)

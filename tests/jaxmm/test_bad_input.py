@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import queue
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -95,7 +97,7 @@ def test_file_that_changes_while_its_request_waits(on: Engine, tmp_path: Path) -
     heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with held_up(on):  # prepared, and known without decoding
         on.submit(request(turn("second", "<image>"), [path]), heard.put)
-        while on._inbox.empty():
+        while on._loop._inbox.empty():
             time.sleep(0.001)
         path.write_bytes(png(picture(112, 112, 42)))
     error = heard.get(timeout=60)
@@ -107,10 +109,10 @@ def test_file_that_changes_while_its_request_waits(on: Engine, tmp_path: Path) -
 def held_up(on: Engine) -> Iterator[None]:
     """Let an idle engine's thread do nothing meanwhile."""
     gate, reached = threading.Event(), threading.Event()
-    on._inbox.put(reached.set)
-    on._inbox.put(gate.wait)
+    on._loop.post(reached.set)
+    on._loop.post(gate.wait)
     reached.wait(60)
-    while not on._inbox.empty():
+    while not on._loop._inbox.empty():
         time.sleep(0.001)
     try:
         yield
@@ -324,7 +326,7 @@ def test_id_is_free_again_when_its_answer_is_complete(on: Engine) -> None:
 
 def test_pictures_of_requests_aborted_in_the_queue_are_not_decoded(on: Engine) -> None:
     go, media_map = threading.Event(), on._parts.media_map
-    busy = [on._prepare_pool.submit(go.wait) for _ in range(4)]
+    busy = [on._intake._threads.submit(go.wait) for _ in range(4)]
     before = media_map.num_misses
     for i in range(10):
         asked = request(ASK, [png(picture(60 + i, 60, i))])
@@ -334,6 +336,27 @@ def test_pictures_of_requests_aborted_in_the_queue_are_not_decoded(on: Engine) -
     assert all(b.result() for b in busy)
     ask(on, request(turn("a")))  # after all of them
     assert media_map.num_misses == before
+
+
+def test_decode_that_runs_for_an_aborted_request_holds_nothing_up() -> None:
+    with make_engine("qwen2_vl") as mine:
+        decoder = mine._parts.decoder
+        worker = decoder._idle.get(timeout=10)
+        decoder._idle.put(worker)
+        os.kill(worker._process.pid, signal.SIGSTOP)  # as good as a picture that takes for ever
+        stuck = [request(ASK, [png(picture(60 + i, 60, i))]) for i in range(5)]
+        for one in stuck:  # one more than there are preparing threads
+            mine.submit(one, lambda event: None)
+        while mine._parts.decodes.num_running < 4:
+            time.sleep(0.001)
+        for one in stuck:
+            mine.abort(one.id)
+        assert mine._parts.decodes.num_running == 0
+        [text] = ask(mine, request(turn("a")))  # a preparing thread is free at once
+        assert text.finish_reason == "length"
+        [seen] = ask(mine, request(ASK, [PICTURE]))  # and a worker after a second
+        assert seen.usage.image_tokens > 0
+        assert worker._process.poll() is not None
 
 
 def test_id_in_use(on: Engine) -> None:
@@ -415,13 +438,13 @@ def test_loop_that_fails_tells_everybody_and_refuses_what_comes_later() -> None:
         for one in many:
             mine.submit(one, heard.put)
         started = threading.Event()
-        mine._inbox.put(started.set)
+        mine._loop.post(started.set)
         started.wait(30)
 
         def fault() -> None:
             raise MemoryError("out of memory")
 
-        mine._inbox.put(fault)
+        mine._loop.post(fault)
         told = 0
         while told < len(many):
             told += isinstance(heard.get(timeout=30), EngineStopped)

@@ -107,6 +107,9 @@ def test_strings_become_the_type_of_the_setting(name: str, text: Any, value: Any
         ("max_waiting", 0, "max_waiting=0 is below 1"),
         ("media.max_bytes", 0, "media.max_bytes=0 is below 1"),
         ("media.workers", -1, "media.workers=-1 is negative"),
+        ("media.worker_memory_bytes", 1000, "is below 64 MiB"),
+        ("media.timeout_seconds", 0, "media.timeout_seconds=0.0 is not above 0"),
+        ("media.quarantine_seconds", -1, "media.quarantine_seconds=-1.0 is negative"),
         ("buckets.max_step_tokens", -1, "buckets.max_step_tokens=-1 is negative"),
     ],
 )

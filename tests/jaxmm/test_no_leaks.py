@@ -45,14 +45,13 @@ def held(on: Engine) -> dict[str, Any]:
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
             "has work": scheduler.has_work,
-            "answers": len(on._answers),
-            "preparing": len(on._preparing),
-            "primed": len(on._primed),
-            "steps": len(on._pending),
-            "inbox": on._inbox.qsize(),
+            "answers": len(on._loop._answers),
+            "preparing": len(on._intake._preparing),
+            "steps": len(on._loop._pending),
+            "inbox": on._loop._inbox.qsize(),
             "known files": len(parts.media_map),
-            "decodes": len(parts.preparer._on_their_way),
-            "features": len(parts.preparer._held),
+            "decodes": parts.decodes.num_running,
+            "features": parts.decodes.num_held,
             "threads": threading.active_count(),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "shared maps": Path("/proc/self/maps").read_text().count("jaxmm-decode"),
@@ -64,7 +63,7 @@ def held(on: Engine) -> dict[str, Any]:
 def quiet(on: Engine) -> dict[str, Any]:
     """What an idle engine with empty caches holds."""
     deadline = time.monotonic() + 60
-    while on.scheduler.has_work or on._preparing or on._parts.preparer._on_their_way:
+    while on.scheduler.has_work or on._intake._preparing or on._parts.decodes.num_running:
         assert time.monotonic() < deadline, "work is left"
         time.sleep(0.01)
     on.flush_caches()
@@ -127,7 +126,7 @@ class Caller:
 @pytest.mark.slow
 def test_thousand_random_requests_with_random_aborts_leave_nothing_behind() -> None:
     on, rng = engine("qwen2_vl"), np.random.default_rng(3)
-    list(on._prepare_pool.map(time.sleep, [0.1] * 4))  # pools start their threads when needed
+    list(on._intake._threads.map(time.sleep, [0.1] * 4))  # pools start their threads when needed
     ask(on, request(turn("<image>"), [PICTURES[0]]))
     on.flush_caches()
     before = quiet(on)

@@ -61,6 +61,9 @@ def test_settings_come_from_file_environment_and_overrides_in_this_order(tmp_pat
         ({"fetch.timeout_seconds": 0}, "fetch.timeout_seconds"),
         ({"fetch.max_redirects": -1}, "fetch.max_redirects"),
         ({"fetch.schemes": ["file"]}, "file"),
+        ({"fetch.max_concurrent": 0}, "fetch.max_concurrent=0 is below 1"),
+        ({"fetch.max_concurrent_per_host": 0}, "fetch.max_concurrent_per_host=0 is below 1"),
+        ({"fetch.file_folder": "/nonexistent"}, "fetch.file_folder='/nonexistent' is not a folder"),
         ({"engine.pages.page_size": 3}, "page_size=3"),
     ],
 )

@@ -114,12 +114,19 @@ def test_a_server_that_ends_lets_running_requests_finish(tokenizer):
         assert answer.result().json()["choices"][0]["finish_reason"] == "stop"
 
 
-def test_requests_that_outlast_the_drain_are_aborted(tokenizer):
+def test_requests_that_outlast_the_drain_are_aborted_and_told(tokenizer):
     engine = FakeEngine(tokenizer, seconds_per_token=0.01)
-    with (
-        running(engine, ServerConfig(drain_seconds=1)) as url,
-        raw_request(url, endless(stream=True)),
-    ):
-        wait_until(lambda: engine.running)
-    wait_until(lambda: engine.aborted)
+    with ThreadPoolExecutor() as pool:
+        with running(engine, ServerConfig(drain_seconds=1)) as url:
+            streamed = pool.submit(post, url, endless(stream=True))
+            whole = pool.submit(post, url, endless())
+            wait_until(lambda: len(engine.running) == 2)
+        events = streamed.result().text.strip().split("\n\n")
+        assert json.loads(events[0].removeprefix("data: "))["choices"]
+        last = json.loads(events[-1].removeprefix("data: "))
+        assert last["error"]["code"] == "engine_stopped"
+        assert "shutting down" in last["error"]["message"]
+        assert whole.result().status_code == 503
+        assert "shutting down" in whole.result().json()["error"]["message"]
+    wait_until(lambda: len(engine.aborted) == 2)
     assert not engine.running

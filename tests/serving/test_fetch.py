@@ -2,9 +2,12 @@
 
 import asyncio
 import base64
+import contextlib
+import os
 import socket
 import time
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +18,9 @@ from serving.config import FetchConfig
 from serving.data_uri import decode_data_uri
 from serving.errors import FetchError
 from serving.fetch import Fetcher
+from serving.gates import Gates
+from serving.local_files import read_file_url
+from serving.remote import Remote
 from tests.serving.media_host import PICTURE, media_host
 
 MAX_BYTES = 4096
@@ -36,7 +42,7 @@ def host(module_host):
 
 def fetch(url, *, max_bytes=MAX_BYTES, **settings):
     """Fetch one URL with a fetcher of its own."""
-    return fetch_all({"here": url}, max_bytes=max_bytes, **settings)[url]
+    return fetch_all({"here": url}, max_bytes=max_bytes, **settings)["here"]
 
 
 def fetch_all(urls, *, max_bytes=MAX_BYTES, max_total_bytes=1 << 20, **settings):
@@ -124,10 +130,11 @@ def test_a_redirect_to_another_host_is_checked_like_the_first(host):
 
 
 def test_a_redirect_to_another_scheme_is_refused(host):
-    with pytest.raises(FetchError, match="images are taken from"):
+    with pytest.raises(FetchError, match="redirects to another scheme than http and https"):
         fetch(
             f"http://127.0.0.1:{host.server_port}/redirect?to=file:///etc/hostname",
             allowed_hosts=allow(host),
+            file_folder="/",
         )
 
 
@@ -216,7 +223,10 @@ def test_content_is_asked_for_again_with_every_request(host):
 
 def test_equal_urls_of_one_request_are_asked_once(host):
     url = f"http://127.0.0.1:{host.server_port}/picture"
-    assert fetch_all({"a": url, "b": url}, allowed_hosts=allow(host)) == {url: PICTURE}
+    assert fetch_all({"a": url, "b": url}, allowed_hosts=allow(host)) == {
+        "a": PICTURE,
+        "b": PICTURE,
+    }
     assert host.hits == ["/picture"]
 
 
@@ -234,6 +244,153 @@ def test_one_picture_that_fails_ends_the_waiting_for_the_others(host):
             {"first": f"{base}/hang", "second": f"{base}/status/404"}, allowed_hosts=allow(host)
         )
     assert time.monotonic() - start < PATIENCE_SECONDS
+
+
+def test_a_name_with_several_addresses_is_asked_at_the_next_where_one_is_closed(host):
+    """`localhost` is ::1 and 127.0.0.1 on most machines; the host listens at one of them."""
+
+    async def run():
+        config = FetchConfig(allowed_hosts=("localhost",))
+        remote = Remote(config, Gates(1, 1), MAX_BYTES)
+        url = httpx.URL(f"http://localhost:{host.server_port}/picture")
+        response = await remote._ask(url, ("::1", "127.0.0.2", "127.0.0.1"))
+        await response.aread()
+        await response.aclose()
+        await remote.aclose()
+        return response.content
+
+    assert asyncio.run(run()) == PICTURE
+
+
+async def most_at_once(hosts, gates):
+    """Pass all at once, 10 ms each; the most that were inside together, by host."""
+    inside, most = dict.fromkeys(hosts, 0), dict.fromkeys([*hosts, "all"], 0)
+
+    async def one(host):
+        async with gates.passing(host):
+            inside[host] += 1
+            most[host] = max(most[host], inside[host])
+            most["all"] = max(most["all"], sum(inside.values()))
+            await asyncio.sleep(0.01)
+            inside[host] -= 1
+
+    await asyncio.gather(*map(one, hosts))
+    return most
+
+
+def test_fetches_are_limited_over_all_and_for_each_host():
+    gates = Gates(5, 2)
+    most = asyncio.run(most_at_once(["a", "b", "c", "d"] * 6, gates))
+    assert most == {"a": 2, "b": 2, "c": 2, "d": 2, "all": 5}
+    assert gates.num_hosts == 0
+
+
+def test_those_that_wait_for_a_slow_host_take_no_turn_from_others():
+    async def run():
+        gates, passed = Gates(2, 1), []
+
+        async def slow():
+            async with gates.passing("slow"):
+                await asyncio.sleep(60)
+
+        waiting = [asyncio.create_task(slow()) for _ in range(10)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(PATIENCE_SECONDS), gates.passing("quick"):
+            passed.append(gates.num_hosts)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return passed, gates.num_hosts
+
+    assert asyncio.run(run()) == ([2], 0)
+
+
+def test_waiting_for_a_turn_counts_as_time(host):
+    base = f"http://127.0.0.1:{host.server_port}"
+    start = time.monotonic()
+    with pytest.raises(FetchError, match=r"did not answer in 0\.5 s"):
+        fetch_all(
+            {str(i): f"{base}/hang?{i}" for i in range(8)},
+            allowed_hosts=allow(host),
+            max_concurrent=2,
+            timeout_seconds=0.5,
+        )
+    assert time.monotonic() - start < PATIENCE_SECONDS
+    assert len(host.hits) <= 2
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with pictures, and a secret beside it that links lead to."""
+    folder = tmp_path / "media"
+    (folder / "deep").mkdir(parents=True)
+    for path in (folder / "a.png", folder / "a b.png", folder / "deep" / "b.png"):
+        path.write_bytes(PICTURE)
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    (tmp_path / "media2").mkdir()
+    (tmp_path / "media2" / "secret.png").write_bytes(b"secret")
+    (folder / "out.png").symlink_to(tmp_path / "secret.png")
+    (folder / "up").symlink_to(tmp_path)
+    (folder / "in.png").symlink_to(folder / "deep" / "b.png")
+    (folder / "circle.png").symlink_to(folder / "circle.png")
+    os.mkfifo(folder / "fifo.png")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["{0}/a.png", "{0}/a%20b.png", "{0}/deep/b.png", "{0}/deep/../a.png", "{0}/in.png",
+     "{0}/%61.png", "{0}/deep/%2e%2e/a.png", "{0}//a.png"],
+)  # fmt: skip
+@pytest.mark.parametrize("start", ["file://", "FILE://", "file://localhost"])
+def test_files_below_the_folder_are_read(folder, start, path):
+    assert fetch(start + path.format(folder), file_folder=str(folder)) == PICTURE
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["file:///etc/hostname", "file:///nonexistent", "file://{0}", "file://{0}/", "file:", "file:a",
+     "file://{0}/../secret.png", "file://{0}/%2e%2e/secret.png", "file://{0}/..%2fsecret.png",
+     "file://{0}/out.png", "file://{0}/up/secret.png", "file://{0}/circle.png", "file://{0}/deep",
+     "file://{0}/fifo.png", "file://{0}/none.png", "file://{0}2/secret.png", "file://{0}/a.png%00",
+     "file://example.org{0}/a.png", "file://{0}/a.png?x", "file://{0}/a.png/", "file:a.png",
+     "file://{0}/a.png/../../secret.png", "file://[", "file://{0}/%ff%fe.png"],
+)  # fmt: skip
+def test_all_else_gets_one_message_whether_it_exists_or_not(folder, url):
+    if url.endswith("a.png/"):  # a file with a slash behind it is that file for `resolve`
+        assert fetch(url.format(folder), file_folder=str(folder)) == PICTURE
+        return
+    with pytest.raises(FetchError) as refused:
+        fetch(url.format(folder), file_folder=str(folder))
+    assert str(refused.value) == "here: no picture that may be read is at this file: URL"
+
+
+def test_a_file_is_held_to_the_limits(folder):
+    url = f"file://{folder}/a.png"
+    assert fetch(url, max_bytes=len(PICTURE), file_folder=str(folder)) == PICTURE
+    with pytest.raises(MediaTooLarge, match="larger than 1023 bytes"):
+        fetch(url, max_bytes=len(PICTURE) - 1, file_folder=str(folder))
+    with pytest.raises(MediaTooLarge, match="1500 bytes together"):
+        fetch_all(
+            {"1": url, "2": f"file://{folder}/deep/b.png"},
+            max_total_bytes=1500,
+            file_folder=str(folder),
+        )
+
+
+def test_a_folder_does_not_open_other_schemes(folder):
+    for url in ("/etc/hostname", "./a.png", str(folder / "a.png"), "files:///x", "ftp://x/y"):
+        with pytest.raises(FetchError) as refused:
+            fetch(url, file_folder=str(folder))
+        assert str(refused.value) == "here: images are taken from data:, http:, https:, file: URLs"
+
+
+def test_no_descriptor_is_left_by_files(folder):
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("a.png", "deep/b.png", "out.png", "deep", "fifo.png", "none/none.png"):
+        with contextlib.suppress(MediaError):
+            read_file_url(f"file://{folder}/{name}", folder, MAX_BYTES)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 ENCODED = base64.b64encode(PICTURE).decode()
@@ -260,7 +417,9 @@ def test_every_legal_form_of_a_data_uri_is_taken(uri):
 @pytest.mark.parametrize(
     "uri",
     ["data:image/png,xyz", "data:image/png;base64", "data:base64,AAAA", "data:", "data:;base64,A",
-     "data:;base64,A*==", "data:;base64,AA=A", "data:;base64,é"],
+     "data:;base64,A*==", "data:;base64,AA=A", "data:;base64,é", "data:;base64,AA-_",
+     "data:;base64,AA%3DA", "data:;base64,%4", "data:;base64," + "A" * (1 << 18) + "=" + "AAA",
+     "data:;base64," + "A" * ((1 << 18) - 2) + "==" + "AAAA"],
 )  # fmt: skip
 def test_other_data_uris_are_refused_without_repeating_them(uri):
     with pytest.raises(MediaError, match="data URI") as refused:
@@ -268,10 +427,25 @@ def test_other_data_uris_are_refused_without_repeating_them(uri):
     assert "xyz" not in str(refused.value)
 
 
-@given(st.binary(max_size=100))
-def test_any_bytes_come_back(data):
+@given(st.binary(max_size=100), st.randoms())
+def test_any_bytes_come_back_however_they_are_written(data, random):
+    encoded = base64.b64encode(data).decode().rstrip("=" * random.randrange(2))
+    written = "".join(
+        random.choice([c, f"%{ord(c):02x}", f"%{ord(c):02X}", f"{c}\n", f" {c}"]) for c in encoded
+    )
+    assert decode_data_uri(f"data:;base64,{written}#{random.random()}", 1000) == data
+
+
+@pytest.mark.parametrize("shift", range(8))
+def test_large_data_uris_are_decoded_across_every_kind_of_cut(shift):
+    """Pieces end anywhere in an escape, in white space and in a group of four."""
+    data = bytes(range(256)) * 1200
     encoded = base64.b64encode(data).decode()
-    assert decode_data_uri(f"data:;base64,{encoded}", 100) == data
+    for written in (encoded, encoded.replace("A", "%41"), encoded.replace("A", "\r\nA")):
+        uri = "data:;base64," + " " * shift + written
+        assert decode_data_uri(uri, len(data)) == data
+        with pytest.raises(MediaTooLarge):
+            decode_data_uri(uri, len(data) - 1)
 
 
 def test_a_data_uri_is_held_to_the_size_limit():

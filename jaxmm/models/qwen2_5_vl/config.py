@@ -35,6 +35,7 @@ def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
     require(raw, "temporal_patch_size", (2,))
     require(raw, "hidden_act", ("silu",))
     patch_size = integer(raw, "patch_size", 14)
+    mean, std = read_normalisation(directory)
     return VisionConfig(
         depth=integer(raw, "depth", 32),
         width=integer(raw, "hidden_size", 3584),
@@ -47,7 +48,8 @@ def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
         out_width=integer(raw, "out_hidden_size", 3584),
         window_patches=_window_side(raw, patch_size) ** 2,
         full_attention_layers=integers(raw, "fullatt_block_indexes", (7, 15, 23, 31)),
-        **read_normalisation(directory),
+        image_mean=mean,
+        image_std=std,
     )
 
 

@@ -50,13 +50,15 @@ class VisionEncoder(nnx.Module):
         x_NE = embed_patches(lane, self.patch_EU[...], self.config)
         rope = Rope.of(rope_angles(lane.coords_N2, self.config.head_channels))
         attend_image = segment_attend(lane, self.implementation)
+        window_N = lane.window_N
+        assert window_N is not None, "this family has windows"
 
         def attend_window(q_NHC: Array, k_NHC: Array, v_NHC: Array) -> Array:
             return window_attention(
                 q_NHC,
                 k_NHC,
                 v_NHC,
-                lane.window_N,
+                window_N,
                 implementation=self.implementation,
                 block=self.config.window_patches,
             )

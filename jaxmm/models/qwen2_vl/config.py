@@ -34,6 +34,7 @@ def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
     require(raw, "temporal_patch_size", (2,))
     require(raw, "hidden_act", ("quick_gelu",))
     width = integer(raw, "embed_dim", 1280)
+    mean, std = read_normalisation(directory)
     return VisionConfig(
         depth=integer(raw, "depth", 32),
         width=width,
@@ -46,5 +47,6 @@ def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
         out_width=integer(raw, "hidden_size", 3584),
         window_patches=0,
         full_attention_layers=(),
-        **read_normalisation(directory),
+        image_mean=mean,
+        image_std=std,
     )

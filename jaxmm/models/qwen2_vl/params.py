@@ -51,15 +51,27 @@ def _text_layer(config: TextConfig, layer: int) -> list[Parameter]:
     prefix = f"model.layers.{layer}."
     return [
         Parameter((*at, "attn_norm_D"), (Tensor(f"{prefix}input_layernorm.weight", (width,)),)),
-        Parameter((*at, "qkv_OD"), stacked(f"{prefix}self_attn", "weight", heads, (width,))),
-        Parameter((*at, "qkv_O"), stacked(f"{prefix}self_attn", "bias", heads)),
+        Parameter(
+            (*at, "qkv_OD"),
+            stacked(f"{prefix}self_attn", "weight", heads, (width,)),
+            groups=config.num_kv_heads,
+        ),
+        Parameter(
+            (*at, "qkv_O"),
+            stacked(f"{prefix}self_attn", "bias", heads),
+            groups=config.num_kv_heads,
+        ),
         Parameter(
             (*at, "out_DO"), (Tensor(f"{prefix}self_attn.o_proj.weight", (width, heads["q_proj"])),)
         ),
         Parameter(
             (*at, "mlp_norm_D"), (Tensor(f"{prefix}post_attention_layernorm.weight", (width,)),)
         ),
-        Parameter((*at, "gate_up_OD"), stacked(f"{prefix}mlp", "weight", gate_up, (width,))),
+        Parameter(
+            (*at, "gate_up_2FD"),
+            stacked(f"{prefix}mlp", "weight", gate_up, (width,)),
+            new_axis=True,
+        ),
         Parameter((*at, "down_DF"), (Tensor(f"{prefix}mlp.down_proj.weight", (width, mlp_width)),)),
     ]
 

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
 from jaxmm.device.image_rows import ImageRows
-from jaxmm.device.kv import PagedAttention
+from jaxmm.device.kv import KVPages, PagedAttention
 from jaxmm.device.linear import linear
 from jaxmm.device.norms import rms_norm
 from jaxmm.device.rope import Rope, rotate
@@ -21,12 +21,13 @@ class TextLayer(nnx.Module):
     def __init__(self, config: TextConfig, dtype: DTypeLike) -> None:
         d, f = config.width, config.mlp_width
         o = (config.num_heads + 2 * config.num_kv_heads) * config.head_channels
+        # rows of qkv by KV head: its query heads, its key, its value; so they split over chips
         self.attn_norm_D = nnx.Param(jnp.ones((d,), dtype))
         self.qkv_OD = nnx.Param(jnp.zeros((o, d), dtype))
         self.qkv_O = nnx.Param(jnp.zeros((o,), dtype))
         self.out_DO = nnx.Param(jnp.zeros((d, config.num_heads * config.head_channels), dtype))
         self.mlp_norm_D = nnx.Param(jnp.ones((d,), dtype))
-        self.gate_up_OD = nnx.Param(jnp.zeros((2 * f, d), dtype))
+        self.gate_up_2FD = nnx.Param(jnp.zeros((2, f, d), dtype))
         self.down_DF = nnx.Param(jnp.zeros((d, f), dtype))
         self.config = config
 
@@ -34,26 +35,24 @@ class TextLayer(nnx.Module):
         self,
         hidden_TD: Float[Array, "T D"],
         rope: Rope,
-        pages_PJSC: Float[Array, "P J S C"],
+        pages: Float[Array, "P ..."],
         attention: PagedAttention,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "P J S C"]]:
+    ) -> tuple[Float[Array, "T D"], Float[Array, "P ..."]]:
         """One layer; returns the residual and the layer's pages with the step's KV written."""
         config = self.config
+        t, h, k = len(hidden_TD), config.num_heads, config.num_kv_heads
         with jax.named_scope("attention"):
             x_TD = rms_norm(hidden_TD, self.attn_norm_D[...], config.rms_eps)
             qkv_TO = linear(x_TD, self.qkv_OD[...], self.qkv_O[...])
-            qkv_THC = qkv_TO.reshape(x_TD.shape[0], -1, config.head_channels)
-            h, k = config.num_heads, config.num_kv_heads
-            q_THC = rotate(qkv_THC[:, :h], rope)
-            kv_TJC = qkv_THC[:, h:]
-            is_key_J1 = jnp.arange(2 * k)[:, None] < k
-            kv_TJC = jnp.where(is_key_J1, rotate(kv_TJC, rope), kv_TJC)
-            attended_THC, pages_PJSC = attention(q_THC, kv_TJC, pages_PJSC)
-            hidden_TD += linear(attended_THC.reshape(x_TD.shape[0], -1), self.out_DO[...])
+            qkv_TKXC = qkv_TO.reshape(t, k, h // k + 2, config.head_channels)
+            q_THC = rotate(qkv_TKXC[:, :, :-2].reshape(t, h, -1), rope)
+            k_TKC = rotate(qkv_TKXC[:, :, -2], rope)
+            attended_THC, pages = attention(q_THC, k_TKC, qkv_TKXC[:, :, -1], pages)
+            hidden_TD += linear(attended_THC.reshape(t, -1), self.out_DO[...])
         with jax.named_scope("mlp"):
             x_TD = rms_norm(hidden_TD, self.mlp_norm_D[...], config.rms_eps)
-            hidden_TD += gated_mlp(x_TD, self.gate_up_OD[...], self.down_DF[...])
-        return hidden_TD, pages_PJSC
+            hidden_TD += gated_mlp(x_TD, self.gate_up_2FD[...], self.down_DF[...])
+        return hidden_TD, pages
 
 
 class TextDecoder(nnx.Module):
@@ -75,10 +74,10 @@ class TextDecoder(nnx.Module):
         self,
         hidden_TD: Float[Array, "T D"],
         positions_AT: Int32[Array, "3 T"],
-        kv_pages: tuple[Float[Array, "P J S C"], ...],
+        kv_pages: KVPages,
         attention: PagedAttention,
         rows: ImageRows,
-    ) -> tuple[Float[Array, "T D"], tuple[Float[Array, "P J S C"], ...]]:
+    ) -> tuple[Float[Array, "T D"], KVPages]:
         """Run the layers.
 
         Args:
@@ -95,9 +94,9 @@ class TextDecoder(nnx.Module):
         config = self.config
         rope = Rope.of(mrope_angles(positions_AT, config))
         written = []
-        for layer, pages_PJSC in zip(self.layers, kv_pages, strict=True):
-            hidden_TD, pages_PJSC = layer(hidden_TD, rope, pages_PJSC, attention)
-            written.append(pages_PJSC)
+        for layer, pages in zip(self.layers, kv_pages, strict=True):
+            hidden_TD, pages = layer(hidden_TD, rope, pages, attention)
+            written.append(pages)
         return rms_norm(hidden_TD, self.norm_D[...], config.rms_eps), tuple(written)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
@@ -107,11 +106,11 @@ class TextDecoder(nnx.Module):
 
 
 def gated_mlp(
-    x_TD: Float[Array, "T D"], gate_up_OD: Float[Array, "2*F D"], down_DF: Float[Array, "D F"]
+    x_TD: Float[Array, "T D"], gate_up_2FD: Float[Array, "2 F D"], down_DF: Float[Array, "D F"]
 ) -> Float[Array, "T D"]:
     """SwiGLU (arXiv:2002.05202)."""
-    gate_TF, up_TF = jnp.split(linear(x_TD, gate_up_OD), 2, axis=1)
-    return linear(jax.nn.silu(gate_TF) * up_TF, down_DF)
+    gate_up_T2F = linear(x_TD, gate_up_2FD)
+    return linear(jax.nn.silu(gate_up_T2F[:, 0]) * gate_up_T2F[:, 1], down_DF)
 
 
 def mrope_angles(positions_AT: Int32[Array, "3 T"], config: TextConfig) -> Float[Array, "T X"]:

@@ -52,6 +52,7 @@ def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
             f"config.json: deepstack_visual_indexes={list(layers)} do not ascend below the "
             f"{depth} layers"
         )
+    mean, std = read_normalisation(directory, _HALF)
     return VisionConfig(
         depth=depth,
         width=integer(raw, "hidden_size", 1152),
@@ -66,7 +67,8 @@ def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
         full_attention_layers=(),
         position_side=isqrt(positions),
         deepstack_layers=layers,
-        **read_normalisation(directory, _HALF),
+        image_mean=mean,
+        image_std=std,
     )
 
 

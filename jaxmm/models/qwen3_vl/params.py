@@ -34,7 +34,11 @@ def _text_layer(config: TextConfig, layer: int) -> list[Parameter]:
     attn = f"{prefix}self_attn"
     return [
         Parameter((*at, "attn_norm_D"), (Tensor(f"{prefix}input_layernorm.weight", (width,)),)),
-        Parameter((*at, "qkv_OD"), stacked(attn, "weight", heads, (width,))),
+        Parameter(
+            (*at, "qkv_OD"),
+            stacked(attn, "weight", heads, (width,)),
+            groups=config.num_kv_heads,
+        ),
         Parameter((*at, "q_norm_C"), (Tensor(f"{attn}.q_norm.weight", (channels,)),)),
         Parameter((*at, "k_norm_C"), (Tensor(f"{attn}.k_norm.weight", (channels,)),)),
         Parameter((*at, "out_DO"), (Tensor(f"{attn}.o_proj.weight", (width, heads["q_proj"])),)),
@@ -49,7 +53,11 @@ def _mlp(config: TextConfig, at: ParameterPath, source: str) -> list[Parameter]:
     gate_up = {"gate_proj": config.mlp_width, "up_proj": config.mlp_width}
     down = Tensor(f"{source}.down_proj.weight", (config.width, config.mlp_width))
     return [
-        Parameter((*at, "gate_up_OD"), stacked(source, "weight", gate_up, (config.width,))),
+        Parameter(
+            (*at, "gate_up_2FD"),
+            stacked(source, "weight", gate_up, (config.width,)),
+            new_axis=True,
+        ),
         Parameter((*at, "down_DF"), (down,)),
     ]
 

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int32
 
 from jaxmm.device.experts import expert_mlp, route
 from jaxmm.device.image_rows import ImageRows
-from jaxmm.device.kv import PagedAttention
+from jaxmm.device.kv import KVPages, PagedAttention
 from jaxmm.device.linear import linear
 from jaxmm.device.norms import rms_norm
 from jaxmm.device.rope import Rope, rotate
@@ -23,6 +23,7 @@ class TextLayer(nnx.Module):
     def __init__(self, config: TextConfig, dtype: DTypeLike, *, experts: bool) -> None:
         d, c = config.width, config.head_channels
         o = (config.num_heads + 2 * config.num_kv_heads) * c
+        # rows of qkv by KV head: its query heads, its key, its value; so they split over chips
         self.attn_norm_D = nnx.Param(jnp.ones((d,), dtype))
         self.qkv_OD = nnx.Param(jnp.zeros((o, d), dtype))
         self.q_norm_C = nnx.Param(jnp.ones((c,), dtype))
@@ -36,33 +37,30 @@ class TextLayer(nnx.Module):
         self,
         hidden_TD: Float[Array, "T D"],
         rope: Rope,
-        pages_PJSC: Float[Array, "P J S C"],
+        pages: Float[Array, "P ..."],
         attention: PagedAttention,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "P J S C"]]:
+    ) -> tuple[Float[Array, "T D"], Float[Array, "P ..."]]:
         """One layer; returns the residual and the layer's pages with the step's KV written."""
         eps = self.config.rms_eps
         with jax.named_scope("attention"):
             x_TD = rms_norm(hidden_TD, self.attn_norm_D[...], eps)
-            q_THC, kv_TJC = self._heads(x_TD, rope)
-            attended_THC, pages_PJSC = attention(q_THC, kv_TJC, pages_PJSC)
-            hidden_TD += linear(attended_THC.reshape(x_TD.shape[0], -1), self.out_DO[...])
+            attended_THC, pages = attention(*self._heads(x_TD, rope), pages)
+            hidden_TD += linear(attended_THC.reshape(len(x_TD), -1), self.out_DO[...])
         with jax.named_scope("mlp"):
             hidden_TD += self.mlp(rms_norm(hidden_TD, self.mlp_norm_D[...], eps))
-        return hidden_TD, pages_PJSC
+        return hidden_TD, pages
 
     def _heads(
         self, x_TD: Float[Array, "T D"], rope: Rope
-    ) -> tuple[Float[Array, "T H C"], Float[Array, "T J C"]]:
-        """Rotated queries; rotated keys, then values."""
+    ) -> tuple[Float[Array, "T H C"], Float[Array, "T K C"], Float[Array, "T K C"]]:
+        """Rotated queries, rotated keys, values."""
         config = self.config
-        h, k = config.num_heads, config.num_kv_heads
+        t, h, k, eps = len(x_TD), config.num_heads, config.num_kv_heads, config.rms_eps
         qkv_TO = linear(x_TD, self.qkv_OD[...])
-        qkv_THC = qkv_TO.reshape(x_TD.shape[0], -1, config.head_channels)
-        q_THC = rotate(rms_norm(qkv_THC[:, :h], self.q_norm_C[...], config.rms_eps), rope)
-        kv_TJC = qkv_THC[:, h:]
-        key_TJC = rotate(rms_norm(kv_TJC, self.k_norm_C[...], config.rms_eps), rope)
-        is_key_J1 = jnp.arange(2 * k)[:, None] < k
-        return q_THC, jnp.where(is_key_J1, key_TJC, kv_TJC)
+        qkv_TKXC = qkv_TO.reshape(t, k, h // k + 2, config.head_channels)
+        q_THC = rms_norm(qkv_TKXC[:, :, :-2].reshape(t, h, -1), self.q_norm_C[...], eps)
+        k_TKC = rms_norm(qkv_TKXC[:, :, -2], self.k_norm_C[...], eps)
+        return rotate(q_THC, rope), rotate(k_TKC, rope), qkv_TKXC[:, :, -1]
 
 
 class Mlp(nnx.Module):
@@ -70,11 +68,11 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: TextConfig, dtype: DTypeLike) -> None:
         d, f = config.width, config.mlp_width
-        self.gate_up_OD = nnx.Param(jnp.zeros((2 * f, d), dtype))
+        self.gate_up_2FD = nnx.Param(jnp.zeros((2, f, d), dtype))
         self.down_DF = nnx.Param(jnp.zeros((d, f), dtype))
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return gated_mlp(x_TD, self.gate_up_OD[...], self.down_DF[...])
+        return gated_mlp(x_TD, self.gate_up_2FD[...], self.down_DF[...])
 
 
 class Experts(nnx.Module):
@@ -116,10 +114,10 @@ class TextDecoder(nnx.Module):
         self,
         hidden_TD: Float[Array, "T D"],
         positions_AT: Int32[Array, "3 T"],
-        kv_pages: tuple[Float[Array, "P J S C"], ...],
+        kv_pages: KVPages,
         attention: PagedAttention,
         rows: ImageRows,
-    ) -> tuple[Float[Array, "T D"], tuple[Float[Array, "P J S C"], ...]]:
+    ) -> tuple[Float[Array, "T D"], KVPages]:
         """Run the layers.
 
         Args:
@@ -135,9 +133,9 @@ class TextDecoder(nnx.Module):
         config = self.config
         rope = Rope.of(mrope_angles(positions_AT, config))
         written = []
-        for index, (layer, pages_PJSC) in enumerate(zip(self.layers, kv_pages, strict=True)):
-            hidden_TD, pages_PJSC = layer(hidden_TD, rope, pages_PJSC, attention)
-            written.append(pages_PJSC)
+        for index, (layer, pages) in enumerate(zip(self.layers, kv_pages, strict=True)):
+            hidden_TD, pages = layer(hidden_TD, rope, pages, attention)
+            written.append(pages)
             if index < config.deepstack_levels:
                 hidden_TD = rows.add(hidden_TD, level=index + 1)
         return rms_norm(hidden_TD, self.norm_D[...], config.rms_eps), tuple(written)

@@ -53,7 +53,7 @@ class VisionEncoder(nnx.Module):
         x_NE += interpolate(self.positions_XE[...], side, lane.coords_N2, lane.size_N2)
         rope = Rope.of(rope_angles(lane.coords_N2, self.config.head_channels))
         attend = segment_attend(lane, self.implementation)
-        levels = []
+        levels: list[Array] = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope("vision_layer"):
                 x_NE = layer(x_NE, rope, attend)

@@ -9,12 +9,19 @@ from jaxmm.device.lane import Lane
 from jaxmm.device.linear import linear
 from jaxmm.models.config import VisionConfig
 from jaxmm.models.qwen2_vl.vision import zeros
+from kernels_pallas.segment_attention.api import Implementation
 
 
 class VisionEncoder(nnx.Module):
     """Patches to rows, each patch for itself."""
 
-    def __init__(self, config: VisionConfig, *, dtype: DTypeLike = jnp.float32):
+    def __init__(
+        self,
+        config: VisionConfig,
+        *,
+        implementation: Implementation = "portable",
+        dtype: DTypeLike = jnp.float32,
+    ):
         self.patch_EU = zeros(dtype, config.width, config.patch_values)
         self.merge_DX = zeros(dtype, config.out_width, 4 * config.width)
 

@@ -7,9 +7,11 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,6 +123,77 @@ def test_worker_that_hangs_is_replaced(stopping_pool: DecodePool) -> None:
     with pytest.raises(MediaError, match="took too long"):
         stopping_pool.submit(DATA / "size_28x28.png").result()
     assert stopping_pool.submit(DATA / "green.png").result().num_rows == 16
+
+
+def test_picture_that_nobody_waits_for_holds_its_worker_a_second_at_most() -> None:
+    pool = DecodePool(PROCESSOR, LIMITS, workers=1)
+    try:
+        assert pool.submit(DATA / "red.png").result().num_rows == 16
+        (process,) = [w._process for w in list_idle(pool)]
+        os.kill(process.pid, signal.SIGSTOP)  # as good as a picture that takes for ever
+        running, waiting = pool.submit(DATA / "green.png"), pool.submit(DATA / "blue.png")
+        while not running.running():
+            time.sleep(0.001)
+        pool.abandon(waiting)
+        assert waiting.cancelled()
+        start = time.monotonic()
+        pool.abandon(running)
+        with pytest.raises(MediaError, match="aborted"):
+            running.result(30)
+        assert 0.9 < time.monotonic() - start < 10
+        assert process.poll() == -signal.SIGKILL
+        assert pool.submit(DATA / "big.png").result().num_rows > 16
+    finally:
+        pool.close()
+
+
+def test_picture_that_nobody_waits_for_may_end_within_the_second(pool: DecodePool) -> None:
+    future = pool.submit(DATA / "big.png")
+    pool.abandon(future)
+    assert future.cancelled() or future.result().num_rows > 16
+    pool.abandon(future)  # over already
+
+
+def list_idle(pool: DecodePool) -> list[Any]:
+    workers = [pool._idle.get(timeout=10) for _ in range(pool._count)]
+    for worker in workers:
+        pool._idle.put(worker)
+    return workers
+
+
+def test_file_that_ended_a_worker_is_refused_before_it_ends_another(
+    stopping_pool: DecodePool,
+) -> None:
+    with pytest.raises(MediaError, match="ended unexpectedly"):
+        stopping_pool.submit(DATA / "size_1x1.png").result()
+    processes = children()
+    for source in (DATA / "size_1x1.png", (DATA / "size_1x1.png").read_bytes()):
+        with pytest.raises(MediaError, match="refused for 600 more seconds"):
+            stopping_pool.submit(source).result()
+    assert children() == processes
+    assert stopping_pool.submit(DATA / "red.png").result().num_rows == 16
+
+
+def test_picture_beyond_the_memory_limit_is_too_large_and_its_worker_goes_on() -> None:
+    file = io.BytesIO()
+    Image.new("RGBA", (5000, 4000), (9, 8, 7, 6)).save(file, "PNG", compress_level=1)
+    before = children()
+    pool = DecodePool(PROCESSOR, Limits(1 << 20, 20_000_000), workers=1, memory_bytes=64 << 20)
+    processes = children() - before
+    with pytest.raises(MediaTooLarge, match=r"media\.worker_memory_bytes"):
+        pool.submit(file.getvalue()).result()
+    assert pool.submit(DATA / "red.png").result().num_rows == 16
+    assert children() - before == processes
+    pool.close()
+
+
+def test_default_memory_limit_holds_the_largest_picture_of_the_most_expensive_mode() -> None:
+    """Transparency needs most: the picture, white, their mixture, and that as RGB."""
+    file = io.BytesIO()
+    Image.new("RGBA", (5000, 4000), (9, 8, 7, 6)).save(file, "PNG", compress_level=1)
+    pool = DecodePool(PROCESSOR, Limits(1 << 20, 20_000_000), workers=1)
+    assert pool.submit(file.getvalue()).result().num_rows > 1000
+    pool.close()
 
 
 def test_worker_killed_while_idle_costs_no_request() -> None:

@@ -2,6 +2,8 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
 from jaxmm.host.media_map import Known, MediaMap, media_key
 
 KNOWN = Known(bytes(32), (1, 2, 2), 1)
@@ -36,6 +38,12 @@ def test_key_covers_file_processor_limits_and_tenant() -> None:
         media_key(b"ata", b"fp", (1, 2), "d"),
     }
     assert len(keys) == 8
+
+
+def test_key_of_pixels_covers_their_shape_and_is_no_files() -> None:
+    wide, tall = np.zeros((2, 3, 3), np.uint8), np.zeros((3, 2, 3), np.uint8)
+    contents = [wide, tall, wide + 1, wide.tobytes()]
+    assert len({media_key(content, b"fp", (1, 2)) for content in contents}) == 4
 
 
 def test_threads_share_it_within_its_capacity() -> None:

@@ -4,8 +4,10 @@ import dataclasses
 import gc
 import logging
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from PIL import Image
 from jaxmm.config import MediaConfig
 from jaxmm.errors import EngineStopped, MediaError, MediaTooLarge, PlaceholderError, RequestError
 from jaxmm.host.decode import InlineDecoder, Processed
+from jaxmm.host.decodes import Decodes
 from jaxmm.host.identity import caller_identity, sentinels_for
 from jaxmm.host.media import Limits, decode_rgb
 from jaxmm.host.media_map import MediaMap
@@ -40,22 +43,26 @@ class SlowStart:
 
     def __init__(self, decoder: InlineDecoder) -> None:
         self._decoder = decoder
-        self._asked = threading.Event()
+        self.asked = threading.Event()
+        self.abandoned: list[Future[Processed]] = []
         self._arguments: tuple[object, ...] = ()
         self._future: Future[Processed] = Future()
 
     def submit(self, *arguments: object) -> Future[Processed]:
-        assert not self._asked.is_set(), "one decode"
+        assert not self.asked.is_set(), "one decode"
         self._arguments = arguments
-        self._asked.set()
+        self.asked.set()
         return self._future
 
     def answer(self) -> None:
-        self._asked.wait()
+        self.asked.wait()
         self._future.set_result(self._decoder.submit(*self._arguments).result())
 
+    def abandon(self, future: Future[Processed]) -> None:
+        self.abandoned.append(future)
+
     def close(self) -> None:
-        self._asked.wait()
+        self.asked.wait()
         self._future.cancel()
 
 
@@ -67,7 +74,10 @@ class Kit:
         self.media = MediaConfig(max_bytes=1 << 20, max_decode_pixels=2_000_000, **config)
         self.decoder = CountingDecoder(self.processor, LIMITS)
         self.files = MediaMap(self.media.map_entries)
-        self.preparer = Preparer(self.processor, self.decoder, self.files, self.media, PAD)
+        self.preparer = self.preparer_with(self.decoder)
+
+    def preparer_with(self, decoder: Any) -> Preparer:
+        return Preparer(self.processor, Decodes(decoder, self.files), self.media, PAD)
 
 
 @pytest.fixture
@@ -140,6 +150,40 @@ def test_known_file_gives_its_features_when_asked(kit: Kit) -> None:
     assert kit.decoder.num_decoded == 4
 
 
+@pytest.mark.parametrize("form", [np.asarray, Image.fromarray])
+def test_known_pixels_are_not_processed_again(kit: Kit, form: Any) -> None:
+    pixels = decode_rgb(DATA / "red.png", LIMITS)
+    (first,) = kit.preparer.prepare_items([form(pixels)])
+    identity, features = first.identity, first.features
+    assert features is not None
+    del first, features
+    gc.collect()
+    (second,) = kit.preparer.prepare_items([form(pixels.copy())])
+    assert kit.decoder.num_decoded == 1
+    assert (second.identity, second.features) == (identity, None)
+    changed = pixels.copy()
+    changed[0, 0, 0] ^= 1
+    (other,) = kit.preparer.prepare_items([form(changed)])
+    assert kit.decoder.num_decoded == 2
+    assert other.identity != identity
+
+
+def test_array_that_its_owner_changes_later_stays_the_picture_it_was(kit: Kit) -> None:
+    pixels = decode_rgb(DATA / "red.png", LIMITS).copy()
+    (item,) = kit.preparer.prepare_items([pixels])
+    pixels[:] = 0
+    (black,) = kit.preparer.prepare_items([pixels])
+    assert item.identity != black.identity
+    (again,) = kit.preparer.prepare_items([decode_rgb(DATA / "red.png", LIMITS)])
+    assert again.identity == item.identity
+
+
+def test_picture_with_exif_orientation_is_turned_once(kit: Kit) -> None:
+    path = DATA / "exif_6.jpg"
+    of_file, of_image = kit.preparer.prepare_items([path, Image.open(path)])
+    assert of_file.identity == of_image.identity
+
+
 def test_features_that_another_item_holds_are_shared(kit: Kit) -> None:
     (first,) = kit.preparer.prepare_items([picture("red.png")])
     (second,) = kit.preparer.prepare_items([picture("red.png")])
@@ -150,13 +194,58 @@ def test_features_that_another_item_holds_are_shared(kit: Kit) -> None:
 def test_requests_that_come_together_share_one_decode() -> None:
     kit = Kit()
     pool = SlowStart(kit.decoder)
-    preparer = Preparer(kit.processor, pool, kit.files, kit.media, PAD)
+    preparer = kit.preparer_with(pool)
     with ThreadPoolExecutor(4) as threads:
         waiting = [threads.submit(preparer.prepare_items, [picture("red.png")]) for _ in range(4)]
         pool.answer()
         items = [future.result()[0] for future in waiting]
     assert kit.decoder.num_decoded == 1
     assert len({id(item.features) for item in items}) == 1
+
+
+def wait_until_joined(preparer: Preparer, num_waiting: int) -> None:
+    """Until so many requests wait for the one decode."""
+    on_their_way = preparer._decodes._on_their_way
+    while [decode.num_waiting for decode in on_their_way.values()] != [num_waiting]:
+        time.sleep(0.001)
+
+
+def test_decode_ends_when_the_last_request_for_it_is_gone() -> None:
+    kit = Kit()
+    pool = SlowStart(kit.decoder)
+    preparer = kit.preparer_with(pool)
+    gone: list[Future[None]] = [Future(), Future()]
+
+    def ask(index: int) -> Any:
+        return preparer.prepare_items([picture("red.png")], gone=gone[index])
+
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(ask, index) for index in range(2)]
+        wait_until_joined(preparer, 2)
+        gone[0].set_result(None)
+        with pytest.raises(EngineStopped):
+            waiting[0].result(30)
+        assert not pool.abandoned
+        gone[1].set_result(None)
+        with pytest.raises(EngineStopped):
+            waiting[1].result(30)
+    assert pool.abandoned == [pool._future]
+
+
+def test_request_that_stays_gets_what_another_has_left() -> None:
+    kit = Kit()
+    pool = SlowStart(kit.decoder)
+    preparer = kit.preparer_with(pool)
+    gone: Future[None] = Future()
+    with ThreadPoolExecutor(2) as threads:
+        left = threads.submit(preparer.prepare_items, [picture("red.png")], gone=gone)
+        stays = threads.submit(preparer.prepare_items, [picture("red.png")])
+        wait_until_joined(preparer, 2)
+        gone.set_result(None)
+        with pytest.raises(EngineStopped):
+            left.result(30)
+        pool.answer()
+        assert stays.result(30)[0].num_rows == 16
 
 
 def test_failed_decode_is_tried_again(kit: Kit) -> None:
@@ -169,7 +258,7 @@ def test_failed_decode_is_tried_again(kit: Kit) -> None:
 def test_closed_decoder_is_said_plainly() -> None:
     kit = Kit()
     pool = SlowStart(kit.decoder)
-    preparer = Preparer(kit.processor, pool, kit.files, kit.media, PAD)
+    preparer = kit.preparer_with(pool)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(preparer.prepare_items, [picture("red.png")])
         pool.close()

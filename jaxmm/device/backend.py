@@ -1,0 +1,169 @@
+"""What the steps are built for: the implementation of the ops, and the chips. Traced.
+
+Chosen once, when the engine starts; models ask for neither.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from jaxmm.device.sharding import WHOLE
+from jaxmm.errors import ConfigError
+from jaxmm.models.config import ModelConfig
+from kernels_pallas.ragged_paged_attention.kernel import MAX_TABLE_BYTES
+from kernels_pallas.segment_attention.windows import WINDOW
+from kernels_pallas.tiling import LANES, tile_rows
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What the steps are built for: the implementation of the ops, and the chips."""
+
+    kernels: Literal["portable", "pallas"] = "portable"
+    mesh: Mesh | None = None
+    """With an axis `model`; None: one device, and nothing is said about sharding."""
+
+    @property
+    def num_shards(self) -> int:
+        """Chips that heads are split over."""
+        return 1 if self.mesh is None else self.mesh.shape["model"]
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding | None:
+        """The sharding of a spec; None without a mesh."""
+        return None if self.mesh is None else NamedSharding(self.mesh, spec)
+
+    def whole(self, tree: Any) -> Any:
+        """Ask for arrays that are whole on every chip (traced)."""
+        return (
+            tree
+            if self.mesh is None
+            else jax.lax.with_sharding_constraint(tree, self.sharding(WHOLE))
+        )
+
+    def per_chip(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """A function that runs on each chip on its own part of the arrays (traced).
+
+        Args:
+            in_specs: For each argument a PartitionSpec; `spec_of` makes them from letters.
+            out_specs: The same for the results.
+        """
+        if self.mesh is None:
+            return function
+        mapped: Callable[..., Any] = jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+        return mapped
+
+
+def settle_backend(
+    kernels: Literal["auto", "pallas", "portable"],
+    tensor_parallel: int,
+    model: ModelConfig,
+    dtype: DTypeLike,
+) -> Backend:
+    """Choose the implementation and the chips.
+
+    Args:
+        kernels: The setting; "auto" is Pallas on TPUs, for models that the kernels can take.
+        tensor_parallel: Chips that the model is split over.
+        model: Its dimensions.
+        dtype: Of weights, KV and arena.
+
+    Raises:
+        ConfigError: What was asked for cannot run here; the text says why.
+    """
+    platform = jax.default_backend()
+    mesh = None if tensor_parallel == 1 else _mesh(tensor_parallel, model)
+    if kernels == "pallas" and platform != "tpu":
+        raise ConfigError(
+            f"kernels='pallas' needs a TPU and this machine has a {platform}; use 'auto'"
+        )
+    if kernels == "portable" or platform != "tpu":
+        return Backend("portable", mesh)
+    obstacles = "; ".join(model_obstacles(model, dtype))
+    if not obstacles:
+        return Backend("pallas", mesh)
+    if kernels == "pallas":
+        raise ConfigError(f"kernels='pallas' cannot run this model: {obstacles}; use 'auto'")
+    logger.warning("kernels=portable reason=%s", obstacles)
+    return Backend("portable", mesh)
+
+
+def model_obstacles(model: ModelConfig, dtype: DTypeLike) -> Iterator[str]:
+    """What keeps the TPU kernels from running a model; nothing if they can."""
+    if np.dtype(dtype).name not in ("float32", "bfloat16"):
+        yield f"the kernels take float32 and bfloat16, not {np.dtype(dtype)}"
+    if model.text.width % LANES:
+        yield f"a text width of {model.text.width} is no multiple of {LANES}"
+    channels = model.vision.head_channels
+    if channels > LANES and channels % LANES:
+        yield f"encoder heads of {channels} channels are over {LANES} and no multiple of it"
+    if model.vision.window_patches not in (0, WINDOW):
+        yield f"windows of {model.vision.window_patches} patches; the kernel has {WINDOW}"
+
+
+def check_sizes(
+    backend: Backend, page_size: int, max_running: int, num_table_pages: int, dtype: DTypeLike
+) -> None:
+    """Refuse sizes that the chosen kernels cannot take.
+
+    Args:
+        backend: Chosen by `settle_backend`.
+        page_size: Tokens of a page.
+        max_running: Rows of the page table.
+        num_table_pages: Pages of the longest request.
+        dtype: Of the pages.
+
+    Raises:
+        ConfigError: The text names the setting.
+    """
+    if backend.kernels != "pallas":
+        return
+    if page_size < tile_rows(dtype):
+        raise ConfigError(
+            f"pages.page_size={page_size} is below {tile_rows(dtype)}, the least that the TPU "
+            f"kernels can move in {np.dtype(dtype)}; use 128"
+        )
+    table_bytes = 4 * max_running * num_table_pages
+    if table_bytes > MAX_TABLE_BYTES:
+        raise ConfigError(
+            f"max_running={max_running} requests of {num_table_pages} pages need a page table of "
+            f"{table_bytes} bytes; the TPU kernels have room for {MAX_TABLE_BYTES}. Raise "
+            "pages.page_size, or lower max_running or max_model_len."
+        )
+
+
+def _mesh(num_chips: int, model: ModelConfig) -> Mesh:
+    """A mesh over the first devices, all of them along `model`."""
+    devices = jax.devices()
+    if num_chips > len(devices):
+        raise ConfigError(
+            f"tensor_parallel={num_chips} and this machine has {len(devices)} "
+            f"{devices[0].platform} device(s)"
+        )
+    text = model.text
+    for value, name in (
+        (text.num_kv_heads, "KV heads"),
+        (text.mlp_width, "MLP channels"),
+        (text.vocab_size, "vocabulary entries"),
+    ):
+        if value % num_chips:
+            raise ConfigError(
+                f"tensor_parallel={num_chips} does not divide the model's {value} {name}"
+            )
+    return jax.make_mesh(
+        (num_chips,),
+        ("model",),
+        devices=devices[:num_chips],
+        axis_types=(jax.sharding.AxisType.Auto,),
+    )

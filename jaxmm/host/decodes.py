@@ -1,0 +1,155 @@
+"""Pictures known, held, or on their way: one decode for all requests that send the same one.
+Host only."""
+
+import functools
+import threading
+import weakref
+from concurrent.futures import CancelledError, Future
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxmm.errors import EngineStopped
+from jaxmm.host.decode import Decoder, Processed
+from jaxmm.host.media_map import Known, MediaMap
+
+Gone = Future[None]
+"""Done when nobody wants a request's pictures any more."""
+Content = bytes | npt.NDArray[np.uint8]
+"""An encoded file, or uint8[H, W, 3] pixels."""
+
+
+class Found(NamedTuple):
+    """What a picture is; its features only while an item holds them, or just decoded."""
+
+    known: Known
+    features: npt.NDArray[np.uint8] | None
+
+
+class _Decode:
+    """One decode, and how many requests wait for it."""
+
+    __slots__ = ("future", "num_waiting")
+
+    def __init__(self, future: Future[Processed]) -> None:
+        self.future = future
+        self.num_waiting = 0
+
+
+class Decodes:
+    """Finds pictures by their key; thread-safe."""
+
+    def __init__(self, decoder: Decoder, media_map: MediaMap) -> None:
+        """Keep the parts; the caller owns and closes the decoder."""
+        self._decoder = decoder
+        self._media_map = media_map
+        self._lock = threading.RLock()  # an inline decoder calls back within submit
+        self._on_their_way: dict[bytes, _Decode] = {}
+        self._held: weakref.WeakValueDictionary[bytes, npt.NDArray[np.uint8]] = (
+            weakref.WeakValueDictionary()
+        )
+
+    @property
+    def num_running(self) -> int:
+        """Decodes that somebody waits for."""
+        return len(self._on_their_way)
+
+    @property
+    def num_held(self) -> int:
+        """Pictures whose features are in memory."""
+        return len(self._held)
+
+    def find(
+        self, key: bytes, content: Content, pixels: tuple[int, int], gone: Gone | None = None
+    ) -> "Found | Future[Processed]":
+        """Give what is known of a picture, or a decode to wait for with `wait`."""
+        with self._lock:
+            known = self._media_map.get(key)
+            if known is not None:
+                return Found(known, self._held.get(key))
+            return self._join(key, content, pixels, gone)
+
+    def decode(
+        self, key: bytes, content: Content, pixels: tuple[int, int], gone: Gone | None = None
+    ) -> Future[Processed]:
+        """Decode a picture whether it is known or not.
+
+        Args:
+            key: See `media_key`; equal keys share a decode that is on its way.
+            content: What the key was made of.
+            pixels: Lower and upper pixel limit.
+            gone: When done, this caller waits no longer; a decode that nobody waits for is
+                abandoned.
+        """
+        with self._lock:
+            return self._join(key, content, pixels, gone)
+
+    def _join(
+        self, key: bytes, content: Content, pixels: tuple[int, int], gone: Gone | None
+    ) -> Future[Processed]:
+        decode = self._on_their_way.get(key)
+        if decode is None:
+            decode = _Decode(self._decoder.submit(content, *pixels))
+            self._on_their_way[key] = decode
+            decode.future.add_done_callback(functools.partial(self._arrived, key))
+        decode.num_waiting += 1
+        own: Future[Processed] = Future()
+        decode.future.add_done_callback(functools.partial(_pass_on, own))
+        if gone is not None:
+            gone.add_done_callback(lambda _: self._leave(key, decode, own))
+        return own
+
+    def _leave(self, key: bytes, decode: _Decode, own: Future[Processed]) -> None:
+        if not own.cancel():
+            return  # it has come
+        with self._lock:
+            decode.num_waiting -= 1
+            if decode.num_waiting:
+                return
+            self._forget(key, decode.future)
+        self._decoder.abandon(decode.future)
+
+    def _arrived(self, key: bytes, future: Future[Processed]) -> None:
+        with self._lock:
+            self._forget(key, future)
+            if not future.cancelled() and future.exception() is None:
+                processed = future.result()
+                self._media_map.put(key, known_of(processed))
+                self._held[key] = processed.features
+
+    def _forget(self, key: bytes, future: Future[Processed]) -> None:
+        decode = self._on_their_way.get(key)
+        if decode is not None and decode.future is future:
+            del self._on_their_way[key]
+
+
+def wait(future: Future[Processed]) -> Found:
+    """Wait for a decode.
+
+    Raises:
+        RequestError: The picture cannot be used.
+        EngineStopped: The decoder was closed, or the caller's request is gone.
+    """
+    try:
+        processed = future.result()
+    except CancelledError:
+        raise EngineStopped("the engine was closed while pictures waited; make a new one") from None
+    return Found(known_of(processed), processed.features)
+
+
+def known_of(processed: Processed) -> Known:
+    """The part of a decode that is remembered."""
+    return Known(processed.identity, processed.grid_thw, processed.num_rows)
+
+
+def _pass_on(own: Future[Processed], done: Future[Processed]) -> None:
+    """Give one of the waiting requests what its decode gave, unless it has left."""
+    if done.cancelled():
+        own.cancel()
+    elif own.set_running_or_notify_cancel():
+        error = done.exception()
+        if error is None:
+            own.set_result(done.result())
+        else:
+            own.set_exception(error)

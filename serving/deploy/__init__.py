@@ -1,0 +1,1 @@
+"""Putting jaxmm on TPUs: topologies, and manifests for GKE. Host only."""
