@@ -98,7 +98,14 @@ class MediaConfig:
     max_pixels: int = 0
     """Overrides the processor's upper pixel limit; 0: the checkpoint's, at most 1605632 on CPU."""
     max_items: int = 32
-    """Items of one request."""
+    """Images and videos of one request."""
+    video_fps: float = 2.0
+    """Frames of a second of video that are looked at, where the request does not say."""
+    max_frames: int = 768
+    """Frames of one video that are looked at."""
+    max_video_pixels: int = 0
+    """Pixels of all frames of a video together, after resizing; 0: the checkpoint's, at most four
+    times the largest picture's on CPU."""
     workers: int = 0
     """Decoding processes; 0: one for each two cores, at least one."""
     timeout_seconds: float = 30.0
@@ -112,16 +119,20 @@ class MediaConfig:
     """Files whose size and identity are remembered, so that a repeat is not decoded."""
 
     def __post_init__(self) -> None:
-        for name in ("max_bytes", "max_decode_pixels", "max_items"):
+        for name in ("max_bytes", "max_decode_pixels", "max_items", "max_frames"):
             value = getattr(self, name)
             _require(value >= 1, f"media.{name}={value} is below 1")
-        for name in ("min_pixels", "max_pixels", "workers", "worker_memory_bytes", "map_entries"):
+        for name in (
+            *("min_pixels", "max_pixels", "max_video_pixels"),
+            *("workers", "worker_memory_bytes", "map_entries"),
+        ):
             value = getattr(self, name)
             _require(value >= 0, f"media.{name}={value} is negative; use 0 for the default")
         _require(
             self.worker_memory_bytes == 0 or self.worker_memory_bytes >= 64 << 20,
             f"media.worker_memory_bytes={self.worker_memory_bytes} is below 64 MiB; use 0",
         )
+        _require(0 < self.video_fps <= 60, f"media.video_fps={self.video_fps} is outside (0, 60]")
         _require(
             self.timeout_seconds > 0, f"media.timeout_seconds={self.timeout_seconds} is not above 0"
         )

@@ -5,13 +5,13 @@ as `rope_scaling` next to `rope_theta` or together in `rope_parameters`; a key t
 default of its transformers class may be missing, so each family passes those defaults.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxmm.errors import ModelError
+from jaxmm.models.json_files import read_json
 from jaxmm.models.tensor_files import tensor_files
 
 Raw = Mapping[str, Any]
@@ -110,23 +110,6 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     max_position: int
     """Positions that the decoder was trained for."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        ModelError: The file is missing or holds no JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{str(path)!r} does not exist; is it a checkpoint directory?") from None
-    except ValueError as e:
-        raise ModelError(f"{str(path)!r} is not valid JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise ModelError(f"{str(path)!r} holds a {type(value).__name__}, not an object")
-    return value
 
 
 def integer(raw: Raw, key: str, default: int, *, least: int = 1) -> int:

@@ -8,12 +8,12 @@ from jaxmm.models.config import (
     VisionConfig,
     integer,
     number,
-    read_json,
     read_model_config,
     read_normalisation,
     read_text_config,
     require,
 )
+from jaxmm.models.json_files import read_json
 
 
 def read_config(directory: Path) -> ModelConfig:

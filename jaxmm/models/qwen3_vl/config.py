@@ -15,12 +15,12 @@ from jaxmm.models.config import (
     integers,
     is_tied,
     number,
-    read_json,
     read_model_config,
     read_normalisation,
     read_rope,
     require,
 )
+from jaxmm.models.json_files import read_json
 
 _HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 

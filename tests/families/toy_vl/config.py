@@ -6,10 +6,10 @@ from jaxmm.models.config import (
     ModelConfig,
     VisionConfig,
     integer,
-    read_json,
     read_model_config,
     read_text_config,
 )
+from jaxmm.models.json_files import read_json
 
 
 def read_config(directory: Path) -> ModelConfig:
