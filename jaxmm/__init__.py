@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxmm.config import EngineConfig, load_config
     from jaxmm.engine import Engine
     from jaxmm.errors import JaxmmError
-    from jaxmm.request import Completion, Delta, Request, Result, SamplingParams, Usage
+    from jaxmm.request import Completion, Delta, Embeddings, Request, Result, SamplingParams, Usage
     from jaxmm.start import default_model
 
 __version__ = "0.1.0"
@@ -28,6 +28,7 @@ _HOMES = {
     "JaxmmError": "jaxmm.errors",
     "Completion": "jaxmm.request",
     "Delta": "jaxmm.request",
+    "Embeddings": "jaxmm.request",
     "Request": "jaxmm.request",
     "Result": "jaxmm.request",
     "SamplingParams": "jaxmm.request",
@@ -38,6 +39,7 @@ _HOMES = {
 __all__ = [
     "Completion",
     "Delta",
+    "Embeddings",
     "Engine",
     "EngineConfig",
     "JaxmmError",

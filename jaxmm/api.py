@@ -74,9 +74,9 @@ def generate(
 
     Args:
         prompt: A question; chat turns (a list of `{"role", "content"}`); or a list of either.
-        images: What the prompt is about: paths, encoded bytes, PIL images or uint8[H, W, 3]
-            arrays, one or a list. For a list of prompts: one entry for each. In chat turns the
-            k-th `{"type": "image"}` part is the k-th image.
+        images: What the prompt is about: paths, encoded bytes, PIL images, uint8[H, W, 3] arrays
+            or `Embeddings`, one or a list. For a list of prompts: one entry for each. In chat turns
+            the k-th `{"type": "image"}` part is the k-th image.
         engine: The engine to use; None: one that this process keeps for `model`.
         model: Checkpoint directory; None: the small model that jaxmm ships.
         stream: Give a `Delta` for each step instead of a result. Single prompts only.

@@ -27,6 +27,36 @@ def _power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
 
+def _check(config: Any, prefix: str, **ranges: tuple[float, float]) -> None:
+    """Refuse values of a wrong type, and numbers that cannot be meant.
+
+    Args:
+        config: A config dataclass, as made.
+        prefix: Of its settings' names.
+        **ranges: Lowest and highest value of every number in it; 0 is allowed besides where it is
+            the default.
+    """
+    for f in dataclasses.fields(config):
+        name, value, kind = prefix + f.name, getattr(config, f.name), typing.cast(Any, f.type)
+        if typing.get_origin(kind) is Literal:
+            choices = typing.get_args(kind)
+            _require(value in choices, f"{name}={value!r} is not one of {', '.join(choices)}")
+        elif kind not in (int, float):
+            _require(isinstance(value, kind), f"{name}={value!r} is not of type {kind.__name__}")
+        else:
+            _check_number(name, value, kind, f.default, *ranges[f.name])
+
+
+def _check_number(name: str, value: Any, kind: type, default: Any, low: float, high: float) -> None:
+    accepted = (int,) if kind is int else (int, float)
+    ok = isinstance(value, accepted) and not isinstance(value, bool)
+    _require(ok, f"{name}={value!r} is not of type {kind.__name__}")
+    if low <= value <= high or value == default == 0:  # false for NaN
+        return
+    remedy = "0 derives it" if default == 0 else f"the default is {default}"
+    raise ConfigError(f"{name}={value} is outside [{low}, {high}]; {remedy}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageConfig:
     """Paged KV cache."""
@@ -40,9 +70,11 @@ class PageConfig:
     """Keep finished prefixes for later requests."""
 
     def __post_init__(self) -> None:
-        ok = self.page_size == 0 or (self.page_size >= 4 and _power_of_two(self.page_size))
-        _require(ok, f"pages.page_size={self.page_size} is not a power of two from 4 up; use 64")
-        _require(self.num_pages >= 0, f"pages.num_pages={self.num_pages} is negative; use 0")
+        _check(self, "pages.", page_size=(4, 1024), num_pages=(2, 1 << 24))
+        _require(
+            self.page_size == 0 or _power_of_two(self.page_size),
+            f"pages.page_size={self.page_size} is not a power of two; use 64",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +87,7 @@ class ArenaConfig:
     """Rows taken or freed together, a power of two."""
 
     def __post_init__(self) -> None:
-        _require(self.num_rows >= 0, f"arena.num_rows={self.num_rows} is negative; use 0")
+        _check(self, "arena.", num_rows=(1, 1 << 24), page_rows=(1, 4096))
         _require(
             _power_of_two(self.page_rows),
             f"arena.page_rows={self.page_rows} is not a power of two; use 16",
@@ -76,13 +108,23 @@ class BucketConfig:
     """Lowest rung of encode patches; 0: 256."""
 
     def __post_init__(self) -> None:
-        for name in ("max_step_tokens", "max_patches_per_step", "min_lane_patches"):
-            value = getattr(self, name)
-            _require(value >= 0, f"buckets.{name}={value} is negative; use 0 to derive it")
-        _require(
-            self.min_step_tokens >= 1,
-            f"buckets.min_step_tokens={self.min_step_tokens} is below 1; use 1",
+        _check(
+            self,
+            "buckets.",
+            max_step_tokens=(1, 1 << 16),
+            max_patches_per_step=(1, 1 << 20),
+            min_step_tokens=(1, 1 << 16),
+            min_lane_patches=(1, 1 << 20),
         )
+        for low, high in (
+            ("min_step_tokens", "max_step_tokens"),
+            ("min_lane_patches", "max_patches_per_step"),
+        ):
+            least, most = getattr(self, low), getattr(self, high)
+            _require(
+                least <= most or most == 0,
+                f"buckets.{low}={least} is above buckets.{high}={most}; lower it",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,26 +161,27 @@ class MediaConfig:
     """Files whose size and identity are remembered, so that a repeat is not decoded."""
 
     def __post_init__(self) -> None:
-        for name in ("max_bytes", "max_decode_pixels", "max_items", "max_frames"):
-            value = getattr(self, name)
-            _require(value >= 1, f"media.{name}={value} is below 1")
-        for name in (
-            *("min_pixels", "max_pixels", "max_video_pixels"),
-            *("workers", "worker_memory_bytes", "map_entries"),
-        ):
-            value = getattr(self, name)
-            _require(value >= 0, f"media.{name}={value} is negative; use 0 for the default")
-        _require(
-            self.worker_memory_bytes == 0 or self.worker_memory_bytes >= 64 << 20,
-            f"media.worker_memory_bytes={self.worker_memory_bytes} is below 64 MiB; use 0",
+        _check(
+            self,
+            "media.",
+            max_bytes=(1, 1 << 32),
+            max_decode_pixels=(1, 1 << 32),
+            min_pixels=(1, 1 << 32),
+            max_pixels=(1, 1 << 32),
+            max_items=(1, 10_000),
+            video_fps=(0.01, 60.0),
+            max_frames=(1, 10_000),
+            max_video_pixels=(1, 1 << 32),
+            workers=(1, 256),
+            timeout_seconds=(0.1, 3600.0),
+            worker_memory_bytes=(64 << 20, 1 << 44),
+            quarantine_seconds=(0.0, 1e6),
+            map_entries=(0, 1 << 24),
         )
-        _require(0 < self.video_fps <= 60, f"media.video_fps={self.video_fps} is outside (0, 60]")
         _require(
-            self.timeout_seconds > 0, f"media.timeout_seconds={self.timeout_seconds} is not above 0"
-        )
-        _require(
-            self.quarantine_seconds >= 0,
-            f"media.quarantine_seconds={self.quarantine_seconds} is negative; use 0",
+            self.min_pixels <= self.max_pixels or self.max_pixels == 0,
+            f"media.min_pixels={self.min_pixels} is above media.max_pixels={self.max_pixels}; "
+            "lower it",
         )
 
 
@@ -147,7 +190,8 @@ class EngineConfig:
     """Everything that the engine can be told."""
 
     model: str = ""
-    """Directory of a Hugging Face checkpoint; empty: the small model that jaxmm ships."""
+    """Directory of a Hugging Face checkpoint, or what `jaxmm convert` wrote there or at a gs://
+    address; empty: the small model that jaxmm ships."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and KV; auto: float32 on CPU, bfloat16 elsewhere."""
     kernels: Literal["auto", "pallas", "portable"] = "auto"
@@ -174,13 +218,14 @@ class EngineConfig:
     media: MediaConfig = field(default_factory=MediaConfig)
 
     def __post_init__(self) -> None:
-        _require(self.tensor_parallel >= 1, f"tensor_parallel={self.tensor_parallel} is below 1")
-        _require(self.max_model_len >= 0, f"max_model_len={self.max_model_len} is negative; use 0")
-        _require(self.max_running >= 0, f"max_running={self.max_running} is negative; use 0")
-        _require(self.max_waiting >= 1, f"max_waiting={self.max_waiting} is below 1")
-        _require(
-            0.0 < self.memory_fraction <= 1.0,
-            f"memory_fraction={self.memory_fraction} is outside (0, 1]",
+        _check(
+            self,
+            "",
+            tensor_parallel=(1, 1024),
+            max_model_len=(2, 1 << 24),
+            max_running=(1, 4096),
+            max_waiting=(1, 1 << 20),
+            memory_fraction=(0.01, 1.0),
         )
 
 

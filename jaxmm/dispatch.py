@@ -39,7 +39,10 @@ class Dispatcher:
     def dispatch(self, plan: Plan) -> Pending:
         """Start a step; the plan's sequences must not have changed since it was made."""
         parts, runner = self._parts, self._parts.runner
-        for jobs in self._lanes(plan.encodes):
+        for job in plan.encodes:
+            if job.item.embeddings is not None:
+                runner.upload(job.item.embeddings, job.lease.slots)
+        for jobs in self._lanes([job for job in plan.encodes if job.item.embeddings is None]):
             runner.encode(self._lane(jobs))
         self._prime(plan)
         layout = runner.layout(plan.num_tokens)

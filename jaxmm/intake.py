@@ -151,7 +151,8 @@ class Intake:
         _check_places(request, is_video)
         prompt = parts.preparer.prompt_of(ids, slots, self._media(entry, is_video))
         for item in prompt.items:  # refused here, before the loop could meet it
-            parts.sizes.buckets.lane_patches(parts.packed_patches(item))
+            if item.embeddings is None:
+                parts.sizes.buckets.lane_patches(parts.packed_patches(item))
         return prompt
 
     def _media(self, entry: "_Entry", is_video: npt.NDArray[np.bool_]) -> list[Item | PreparedClip]:

@@ -198,8 +198,19 @@ class Delta:
     """Usage so far of the whole request; always set on the delta that ends a completion."""
 
 
-ImageSource = bytes | Path | Any
-"""Encoded bytes, a path, a PIL image, or a uint8[H, W, 3] array."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Embeddings:
+    """A picture that was encoded already, by the encoder of the same checkpoint."""
+
+    rows: Any
+    """float[M, D]: one row for each of the picture's tokens, in their order; D is the width of the
+    text embeddings. Any float type; taken as float32."""
+    grid_thw: tuple[int, int, int]
+    """Patches by (time, height, width), before merging, as the image processor gives it."""
+
+
+ImageSource = bytes | Path | Embeddings | Any
+"""Encoded bytes, a path, a PIL image, a uint8[H, W, 3] array, or finished rows."""
 
 
 VideoSource = bytes | Path | Sequence[ImageSource] | Any

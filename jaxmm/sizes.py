@@ -16,6 +16,8 @@ CPU_MAX_PIXELS = 1605632
 _MAX_MODEL_LEN = 32768
 _CPU_KV_BYTES = 2 << 30
 _CPU_KV_TOKENS = 131072
+_MAX_LANE_PATCHES = 1 << 20
+_COUNT_BYTES = 4  # of each token id in a running request's output, for penalties
 _PALLAS_TOKENS = 32  # steps are multiples of it; what a smaller one would save is nothing
 _PALLAS_PATCHES = 256  # queries of a tile of the encoder's attention
 _ROW_GROUP = 16  # sampled rows go through the head in groups of sixteen
@@ -75,29 +77,35 @@ def settle_sizes(
         kernels: The implementation of the ops; "pallas" has sizes of its own.
 
     Raises:
-        ConfigError: The memory does not hold the weights and one request.
+        ConfigError: Settings that exceed the memory or the model, or contradict each other.
     """
     on_cpu = platform == "cpu"
     page_size = config.pages.page_size or (64 if on_cpu else 128)
     max_running = round_up(config.max_running or (32 if on_cpu else 128), _ROW_GROUP)
     wanted_tokens = max(config.buckets.max_step_tokens or (512 if on_cpu else 2048), max_running)
     pallas = kernels == "pallas"
+    wanted_patches = _lane_patches(config, model, max_patches)
+    _check_lowest("min_step_tokens", config.buckets.min_step_tokens, wanted_tokens)
+    _check_lowest("min_lane_patches", config.buckets.min_lane_patches, wanted_patches)
     low = max(config.buckets.min_step_tokens, _PALLAS_TOKENS if pallas else 1)
     tokens = token_rungs(low, wanted_tokens, dense=on_cpu)
     patches = patch_rungs(
         config.buckets.min_lane_patches or 256,
-        _lane_patches(config, model, max_patches),
+        wanted_patches,
         dense=on_cpu,
         align=_PALLAS_PATCHES if pallas else 64,
     )
+    _check_model_len(config, model)
     max_model_len = config.max_model_len or min(model.max_position, _MAX_MODEL_LEN)
     num_rows = config.arena.num_rows or max(16384, patches[-1])
     num_rows = round_up(num_rows, config.arena.page_rows)
     num_pages = config.pages.num_pages or _pages_that_fit(
         config, model, page_size, num_rows, on_cpu, memory_bytes, itemsize
     )
-    max_model_len = min(max_model_len, num_pages * page_size)
-    return Sizes(
+    if max_model_len > num_pages * page_size:
+        _require_pages(config, num_pages, page_size)
+        max_model_len = num_pages * page_size
+    sizes = Sizes(
         page_size=page_size,
         num_pages=num_pages,
         num_rows=num_rows,
@@ -107,6 +115,8 @@ def settle_sizes(
         max_lane_patches=patches[-1],
         buckets=Buckets(tokens=tokens, patches=patches),
     )
+    _check_memory(sizes, model, memory_bytes * config.tensor_parallel, itemsize)
+    return sizes
 
 
 def host_memory_bytes() -> int:
@@ -142,7 +152,54 @@ def _lane_patches(config: EngineConfig, model: ModelConfig, max_patches: int) ->
     if config.buckets.max_patches_per_step:
         return config.buckets.max_patches_per_step
     # Windows of an image's edge leave at most a quarter of their 64-patch blocks empty.
-    return max_patches * 4 // 3 if model.vision.window_patches else max_patches
+    patches = max_patches * 4 // 3 if model.vision.window_patches else max_patches
+    if patches > _MAX_LANE_PATCHES:
+        raise ConfigError(
+            f"the largest image has {patches} patches; the limit is {_MAX_LANE_PATCHES}. Lower "
+            "media.max_pixels, or set buckets.max_patches_per_step to refuse larger images."
+        )
+    return patches
+
+
+def _check_lowest(name: str, lowest: int, highest: int) -> None:
+    if lowest > highest:
+        raise ConfigError(f"buckets.{name}={lowest} is above the highest rung, {highest}; lower it")
+
+
+def _check_model_len(config: EngineConfig, model: ModelConfig) -> None:
+    if config.max_model_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is above the checkpoint's limit of "
+            f"{model.max_position}; lower it, or use 0"
+        )
+
+
+def _require_pages(config: EngineConfig, num_pages: int, page_size: int) -> None:
+    """Refuse a length that was asked for and has no room; one that was derived is lowered."""
+    if config.max_model_len:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} does not fit {num_pages} pages of {page_size} "
+            f"tokens, which hold {num_pages * page_size}; lower it, or raise "
+            f"{'pages.num_pages' if config.pages.num_pages else 'memory_fraction'}"
+        )
+
+
+def _check_memory(sizes: Sizes, model: ModelConfig, memory_bytes: int, itemsize: int) -> None:
+    """Refuse sizes that this device cannot hold, before anything is allocated."""
+    parts = {
+        "weights": weight_count(model) * itemsize,
+        "pages.num_pages": sizes.num_pages * page_bytes(model, sizes.page_size, itemsize),
+        "arena.num_rows": sizes.num_rows * model.text.width * itemsize,
+        "max_running": sizes.max_running * model.text.vocab_size * _COUNT_BYTES,
+    }
+    if sum(parts.values()) > memory_bytes:
+        listed = ", ".join(f"{name} {size >> 20} MiB" for name, size in parts.items())
+        largest = max(parts, key=lambda name: parts[name])
+        remedy = "use a smaller model" if largest == "weights" else f"lower {largest}"
+        raise ConfigError(
+            f"the devices have {memory_bytes >> 20} MiB and the settings ask for more: {listed}; "
+            f"{remedy}"
+        )
 
 
 def _pages_that_fit(
@@ -162,8 +219,8 @@ def _pages_that_fit(
     if pages < 2:
         raise ConfigError(
             f"memory_fraction={config.memory_fraction} of {memory_bytes >> 20} MiB leaves no room "
-            f"for KV pages beside {taken >> 20} MiB of weights and arena; raise it, or use a "
-            "smaller model"
+            f"for KV pages beside {taken >> 20} MiB of weights and arena; raise it, lower "
+            "arena.num_rows, or use a smaller model"
         )
     return min(pages, max(2, _CPU_KV_TOKENS // page_size)) if on_cpu else pages
 
@@ -183,7 +240,7 @@ def describe(sizes: Sizes, packed: Callable[[int, int], int]) -> str:
     lines = [
         f"step tokens   {' '.join(map(str, buckets.tokens))}",
         f"lane patches  {' '.join(map(str, buckets.patches))}",
-        f"executables   {buckets.num_executables} (one a rung, and one for penalties)",
+        f"executables   {buckets.num_executables} (one a rung, for penalties, for given rows)",
         f"pages         {sizes.num_pages} of {sizes.page_size} tokens",
         f"arena         {sizes.num_rows} rows",
         "",

@@ -24,6 +24,7 @@ from jaxmm.host.chat import ChatTokenizer
 from jaxmm.host.decode import Decoder
 from jaxmm.host.decode_pool import DecodePool
 from jaxmm.host.decodes import Decodes
+from jaxmm.host.embedded import RowForm
 from jaxmm.host.identity import check_vocabulary
 from jaxmm.host.item import Item
 from jaxmm.host.lanes import packed_patches
@@ -36,7 +37,9 @@ from jaxmm.host.scheduler import Scheduler
 from jaxmm.models import family_module, has_module, read_config
 from jaxmm.models.auto_processor import AutoImageProcessor
 from jaxmm.models.config import ModelConfig
-from jaxmm.models.loading import load_params
+from jaxmm.models.converted import is_converted, restore_params
+from jaxmm.models.loading import place_params
+from jaxmm.models.remote import fetch_small_files, is_remote
 from jaxmm.request import SamplingParams
 from jaxmm.sizes import CPU_MAX_PIXELS, Sizes, describe, host_memory_bytes, settle_sizes
 
@@ -44,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 _CPU_VIDEO_PICTURES = 4
 """Pixels of a video on a CPU where none are set, in largest pictures."""
+_COPIES = Path("~/.cache/jaxmm/models")
+"""Small files of models at gs:// addresses."""
 
 
 @dataclass(slots=True)
@@ -202,6 +207,7 @@ def build_parts(config: EngineConfig) -> Parts:
             decodes,
             config.media,
             model.image_token_id,
+            RowForm(model.text.row_width, model.vision.merge_size),
             video=video,
             video_id=model.video_token_id,
             encode_plain=tokenizer.encode_plain,
@@ -219,7 +225,11 @@ def build_parts(config: EngineConfig) -> Parts:
 def _load_weights(
     config: EngineConfig, model: ModelConfig, directory: Path, dtype: Any, runner: Runner
 ) -> Any:
-    return load_params(directory, model, dtype, runner.put_param, progress=config.progress)
+    if is_converted(directory):
+        return restore_params(
+            directory, model, dtype, runner.param_sharding, progress=config.progress
+        )
+    return place_params(directory, model, dtype, runner.place_param, progress=config.progress)
 
 
 def _load_tokenizer(model: ModelConfig, directory: Path) -> ChatTokenizer:
@@ -315,10 +325,13 @@ def model_directory(config: EngineConfig) -> Path:
     if not config.model:
         logger.info("no model named, serving the small one that jaxmm ships")
         return default_model()
+    if is_remote(config.model):
+        return fetch_small_files(config.model, _COPIES.expanduser())
     directory = Path(config.model).expanduser()
     if not directory.is_dir():
         raise ModelError(
-            f"model {config.model!r} is not a directory; give the path of a Hugging Face checkpoint"
+            f"model {config.model!r} is not a directory; give the path of a Hugging Face "
+            "checkpoint, or a gs:// address that jaxmm convert has written to"
         )
     return directory
 

@@ -1,7 +1,8 @@
-"""The command line: jaxmm serve | generate | buckets | deploy. Host only."""
+"""The command line: jaxmm serve | generate | buckets | convert | deploy. Host only."""
 
 import argparse
 import asyncio
+import shlex
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from jaxmm.errors import JaxmmError
 from jaxmm.request import Delta, Request, SamplingParams
 from serving.config import ENGINE_PREFIX, ServerConfig, load_server_config
 from serving.deploy.command import add_deploy_commands
-from serving.engine import LoadEngine, describe_buckets, load_engine
+from serving.engine import LoadEngine, convert_model, describe_buckets, load_engine
 from serving.flags import add_flags, given_settings
 
 
@@ -51,6 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(buckets, ServerConfig, ENGINE_PREFIX)
     for command in (serve, generate, buckets):
         command.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML")
+    convert = commands.add_parser("convert", help="write a checkpoint that hosts restore by parts")
+    convert.set_defaults(run=_convert, config=None)
+    convert.add_argument("model", metavar="MODEL", help="directory of a Hugging Face checkpoint")
+    convert.add_argument("out", metavar="OUT", help="new directory, or a gs:// address")
+    convert.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
     add_deploy_commands(commands.add_parser("deploy", help="put the server on TPUs"))
     return parser
 
@@ -74,6 +80,11 @@ def _serve(_: argparse.Namespace, config: ServerConfig, load: LoadEngine) -> Non
 
 def _buckets(_: argparse.Namespace, config: ServerConfig, __: LoadEngine) -> None:
     print(describe_buckets(config.engine))
+
+
+def _convert(parsed: argparse.Namespace, *_: object) -> None:
+    convert_model(parsed.model, parsed.out, parsed.dtype, progress=sys.stderr.isatty())
+    print(f"jaxmm serve --model {shlex.quote(parsed.out)}")
 
 
 def _generate(parsed: argparse.Namespace, config: ServerConfig, load: LoadEngine) -> None:

@@ -47,3 +47,15 @@ def describe_buckets(config: EngineConfig) -> str:
     from jaxmm import start  # brings jax
 
     return start.describe_buckets(config)
+
+
+def convert_model(model: str, out: str, dtype: str, *, progress: bool) -> None:
+    """Write a checkpoint in Orbax's form.
+
+    Raises:
+        ModelError: The checkpoint cannot be loaded, or there is something at `out`.
+    """
+    from jaxmm import start  # brings jax
+    from jaxmm.models.converted import convert
+
+    convert(start.model_directory(EngineConfig(model=model)), out, dtype, progress=progress)

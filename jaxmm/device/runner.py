@@ -24,7 +24,8 @@ from jaxmm.host.batch import StepBatch, StepLayout
 from jaxmm.host.lanes import MERGED_PATCHES, EncodeBatch
 from jaxmm.models import family_module
 from jaxmm.models.config import ModelConfig
-from jaxmm.models.loading import ParameterPath, param_shapes
+from jaxmm.models.loading import param_shapes
+from jaxmm.models.stored import Block, ParameterPath, Stored
 from jaxmm.request import MAX_LOGIT_BIAS
 from jaxmm.sizes import Sizes
 from kernels_pallas.scatter_rows import row_shape
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 PRIME_IDS = 1024
 """Ids of a request's history that one prime step takes."""
+UPLOAD_ROWS = 256
+"""Rows that one upload step takes: a piece is 1 to 4 MB, and filler costs no more than that."""
 
 
 class Runner:
@@ -63,7 +66,7 @@ class Runner:
         """
         self._sizes = sizes
         self._backend = backend
-        self._params: steps.Params = param_shapes(model, dtype, self._param_sharding)
+        self._params: steps.Params = param_shapes(model, dtype, self.param_sharding)
         text, vision = (family_module(model.family, name) for name in ("text", "vision"))
         self._decoder = nnx.graphdef(nnx.eval_shape(lambda: text.TextDecoder(model.text, dtype)))
         self._encoder = nnx.graphdef(
@@ -74,6 +77,7 @@ class Runner:
             )
         )
         self._vision = model.vision
+        self._row_width = model.text.row_width
         t = model.text
         whole = backend.sharding(WHOLE)
         pool = pool_shape(t, sizes.num_pages, sizes.page_size, backend)
@@ -97,13 +101,30 @@ class Runner:
         """Take the weights, `{"vision": …, "text": …}` as `load_params` gives them."""
         self._params = params
 
-    def put_param(self, path: ParameterPath, value: npt.NDArray[Any]) -> jax.Array:
-        """Send one parameter to the device, each chip its part."""
-        return self._put(value, param_spec(path))
+    def place_param(self, stored: Stored) -> jax.Array:
+        """Send one parameter to the device, each chip its part; only parts of chips here are read.
+
+        A part that several chips hold is read once.
+        """
+        sharding = self.param_sharding(stored.path)
+        if sharding is None:
+            return jax.device_put(stored.read())
+        parts: dict[str, npt.NDArray[Any]] = {}
+
+        def part(block: Block | None) -> npt.NDArray[Any]:
+            key = str(block)
+            if key not in parts:
+                parts[key] = stored.read(block)
+            return parts[key]
+
+        return jax.make_array_from_callback(stored.shape, sharding, part)
 
     def warm_up(self, *, progress: bool) -> None:
         """Make the executable of every bucket; needs no weights."""
-        lowers: dict[tuple[str, int], Lower] = {("prime", 0): self._lower_prime}
+        lowers: dict[tuple[str, int], Lower] = {
+            ("prime", 0): self._lower_prime,
+            ("upload", 0): self._lower_upload,
+        }
         for rung in self._sizes.buckets.tokens:
             lowers["language", rung] = partial(self._lower_language, rung)
         for rung in self._sizes.buckets.patches:
@@ -131,6 +152,18 @@ class Runner:
         later = patches if lane.later is None else self._put(lane.later)
         placed = Lane(patches, later, any_later, *self._put(rest))
         self._arena = run(self._params["vision"], self._arena, placed)
+
+    def upload(self, rows: npt.NDArray[np.float32], slots: npt.NDArray[np.int32]) -> None:
+        """Put rows that a caller gave, float32[M, D], into the arena's slots, however many."""
+        run = self._executables["upload", 0]
+        for start in range(0, len(rows), UPLOAD_ROWS):
+            here = slice(start, start + UPLOAD_ROWS)
+            part = rows[here]
+            padded = np.zeros((UPLOAD_ROWS, rows.shape[1]), np.float32)
+            padded[: len(part)] = part
+            where = np.full(UPLOAD_ROWS, self._sizes.num_rows, np.int32)  # filler: the last row
+            where[: len(part)] = slots[here]
+            self._arena = run(self._arena, *self._put((padded, where)))
 
     def step(self, batch: StepBatch) -> Sampled:
         """Run a language step; the rows asked for come back in order, those after are filler."""
@@ -179,7 +212,8 @@ class Runner:
     def _put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
         return jax.device_put(tree, self._backend.sharding(spec))
 
-    def _param_sharding(self, path: ParameterPath) -> NamedSharding | None:
+    def param_sharding(self, path: ParameterPath) -> NamedSharding | None:
+        """Where the parameter at a path lies; None: on the one device."""
         return self._backend.sharding(param_spec(path))
 
     def _shape(self, *dims: int, dtype: DTypeLike = jnp.int32) -> Any:
@@ -225,6 +259,14 @@ class Runner:
             self._shapes(self._params["vision"]),
             self._shapes(self._arena),
             lane,
+        )
+
+    def _lower_upload(self) -> jax.stages.Lowered:
+        return steps.upload_step.lower(
+            self._backend,
+            self._shapes(self._arena),
+            self._shape(UPLOAD_ROWS, self._row_width, dtype=jnp.float32),
+            self._shape(UPLOAD_ROWS),
         )
 
     def _lower_prime(self) -> jax.stages.Lowered:

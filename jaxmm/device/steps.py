@@ -1,4 +1,4 @@
-"""Every jit boundary of jaxmm: encode, language and prime step, and their executables. Traced.
+"""Every jit boundary of jaxmm: encode, upload, language and prime step. Traced.
 
 The steps are compiled ahead of time, one executable for each bucket, and called by bucket; a call
 can therefore never compile by accident. `Executables` keeps the executables and tells the ledger.
@@ -6,6 +6,7 @@ can therefore never compile by accident. `Executables` keeps the executables and
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -58,6 +59,20 @@ def _encode_step(
             return write_rows(arena, rows_MX, lane.slot_M, implementation=backend.kernels)
 
     return backend.per_chip(encode, WHOLE, WHOLE)(params, arena, lane)
+
+
+def _upload_step(
+    backend: Backend,
+    arena: Float[Array, "R ..."],
+    rows_MD: Float[Array, "M D"],
+    slot_M: Int32[Array, " M"],
+) -> Float[Array, "R ..."]:
+    """Put rows that a caller gave into the arena.
+
+    Static: backend. Donated: arena. M is always the same; the arena's last row takes the filler.
+    """
+    put = partial(write_rows, implementation=backend.kernels)
+    return backend.per_chip(put, WHOLE, WHOLE)(arena, rows_MD, slot_M)
 
 
 def _language_step(
@@ -198,6 +213,7 @@ def _prime_step(
 encode_step = jax.jit(
     _encode_step, static_argnames=("encoder", "backend"), donate_argnames=("arena",)
 )
+upload_step = jax.jit(_upload_step, static_argnames=("backend",), donate_argnames=("arena",))
 language_step = jax.jit(
     _language_step,
     static_argnames=("decoder", "backend", "layout"),

@@ -101,5 +101,5 @@ class Buckets:
 
     @property
     def num_executables(self) -> int:
-        """Executables that warm-up makes: each rung of both ladders, and the prime step."""
-        return len(self.tokens) + len(self.patches) + 1
+        """Executables that warm-up makes: each rung of both ladders, prime and upload step."""
+        return len(self.tokens) + len(self.patches) + 2

@@ -28,6 +28,8 @@ class Found(NamedTuple):
 
     known: Known | KnownClip
     features: npt.NDArray[np.uint8] | None
+    embeddings: npt.NDArray[np.float32] | None = None
+    """Rows that came in place of a picture."""
 
 
 class _Decode:

@@ -15,12 +15,14 @@ from jaxmm.errors import MediaError, RequestError
 from jaxmm.host.clip import check_frame_count
 from jaxmm.host.decode import ClipTask, Frames, Processor
 from jaxmm.host.decodes import Decodes, Done, Found, Gone, wait
+from jaxmm.host.embedded import RowForm, read_embeddings
 from jaxmm.host.identity import caller_identity, parse_caller_hashes, sentinels_for
 from jaxmm.host.item import Item, Modality, Prompt, mark_of
 from jaxmm.host.media import Limits, read_content, read_source
 from jaxmm.host.media_map import Known, KnownClip, clip_key, media_key
 from jaxmm.host.placeholders import build_prompt, check_slots, unfold
 from jaxmm.host.video import Surroundings, VideoProcessor, sampling_of
+from jaxmm.request import Embeddings
 
 
 class PreparedClip(NamedTuple):
@@ -40,6 +42,7 @@ class Preparer:
         decodes: Decodes,
         media_config: MediaConfig,
         image_id: int,
+        row_form: RowForm,
         *,
         video: VideoProcessor | None = None,
         video_id: int | None = None,
@@ -52,6 +55,7 @@ class Preparer:
             decodes: Through which every picture goes.
             media_config: Limits.
             image_id: Token that marks a picture's place.
+            row_form: Of the model's rows.
             video: The model family's, if it takes videos.
             video_id: Token that marks a video's place.
             encode_plain: Tokens of a text in the middle of a prompt, for a family that writes
@@ -62,6 +66,7 @@ class Preparer:
         self._limits = Limits(media_config.max_bytes, media_config.max_decode_pixels)
         self._media_config = media_config
         self._placeholder_ids = (image_id,) if video_id is None else (image_id, video_id)
+        self._row_form = row_form
         self._video = video
         self._encode_plain = encode_plain
 
@@ -78,7 +83,7 @@ class Preparer:
         """Process a request's pictures in parallel.
 
         Args:
-            images: Encoded bytes, paths, PIL images, or uint8[H, W, 3] arrays.
+            images: Encoded bytes, paths, PIL images, uint8[H, W, 3] arrays, or `Embeddings`.
             min_pixels: Lower pixel limit of this request, within the server's.
             max_pixels: Upper pixel limit of this request, within the server's.
             mm_hashes: Caller's hex hashes, one for each picture.
@@ -99,7 +104,7 @@ class Preparer:
         hashes = parse_caller_hashes(mm_hashes, len(images))
         found = self._find_all(images, pixels, salt, gone)
         return tuple(
-            _item(each, caller_hash, salt) for each, caller_hash in zip(found, hashes, strict=True)
+            _item(one, caller_hash, salt) for one, caller_hash in zip(found, hashes, strict=True)
         )
 
     def check_count(self, num_items: int, noun: str) -> None:
@@ -184,7 +189,7 @@ class Preparer:
         """
         video, task = self._wish(fps, num_frames, max_pixels)
         content, key = self._read_clip(source, video, task, salt)
-        known, features = wait(self._decodes.decode(key, content, task, gone))
+        known, features, _ = wait(self._decodes.decode(key, content, task, gone))
         same = isinstance(known, KnownClip) and known.identities == tuple(i.identity for i in items)
         if not same or features is None:
             raise MediaError("the video has changed since its request came; send it again")
@@ -219,7 +224,7 @@ class Preparer:
         pixels = self._processor.limits(min_pixels, max_pixels)
         content = read_content(source, self._limits)
         key = media_key(content, self._processor.fingerprint, pixels, salt)
-        known, features = wait(self._decodes.decode(key, content, pixels, gone))
+        known, features, _ = wait(self._decodes.decode(key, content, pixels, gone))
         if known != Known(item.identity, item.grid_thw, item.num_rows) or features is None:
             raise MediaError("the picture has changed since its request came; send it again")
         return features
@@ -304,13 +309,20 @@ class Preparer:
         found: list[Found] = []
         for index, image in enumerate(images):
             with _naming("image", index, len(images)):
-                content = read_content(image, self._limits)
-                key = media_key(content, self._processor.fingerprint, pixels, salt)
-                started.append(self._decodes.find(key, content, pixels, gone))
+                started.append(self._start(image, pixels, salt, gone))
         for index, begun in enumerate(started):
             with _naming("image", index, len(images)):
                 found.append(wait(begun) if isinstance(begun, Future) else begun)
         return found
+
+    def _start(
+        self, image: Any, pixels: tuple[int, int], salt: str, gone: Gone | None
+    ) -> Found | Future[Done]:
+        if isinstance(image, Embeddings):
+            return read_embeddings(image, self._row_form)
+        content = read_content(image, self._limits)
+        key = media_key(content, self._processor.fingerprint, pixels, salt)
+        return self._decodes.find(key, content, pixels, gone)
 
 
 @contextlib.contextmanager
@@ -329,7 +341,7 @@ def _item(found: Found, caller_hash: bytes | None, salt: str) -> Item:
     return Item(
         modality=Modality.IMAGE,
         features=found.features,
-        embeddings=None,
+        embeddings=found.embeddings,
         grid_thw=known.grid_thw,
         num_rows=known.num_rows,
         identity=known.identity,
@@ -341,7 +353,7 @@ def _clip(
     found: Found, video: VideoProcessor, caller_hash: bytes | None, salt: str
 ) -> PreparedClip:
     """One item for each step; steps of equal content have equal identities in any video."""
-    known, features = found
+    known, features, _ = found
     assert isinstance(known, KnownClip), "a video's key gave a picture"
     count = len(known.identities)
     times = video.times(known.timing) or (None,) * count

@@ -45,6 +45,8 @@ class SchedulerCounters:
     decode_tokens: int = 0
     extend_tokens: int = 0
     encoded_items: int = 0
+    uploaded_items: int = 0
+    """Whose rows came with their request."""
     encoded_patches: int = 0
     prompt_tokens: int = 0
     """Of sequences admitted, each counted once."""
@@ -369,5 +371,7 @@ class Scheduler:
         self.counters.plans += 1
         self.counters.decode_tokens += len(plan.decodes)
         self.counters.extend_tokens += plan.num_tokens - len(plan.decodes)
-        self.counters.encoded_items += len(plan.encodes)
+        uploads = sum(job.item.embeddings is not None for job in plan.encodes)
+        self.counters.uploaded_items += uploads
+        self.counters.encoded_items += len(plan.encodes) - uploads
         self.counters.encoded_patches += draft.num_patches

@@ -2,13 +2,12 @@
 
 A family's `params.parameters(config)` says which tensors make up which parameter; here the files
 are checked against that table before anything is read, then read one parameter at a time: host
-memory holds a single parameter beside what `put` keeps.
+memory holds a single parameter, or the part of it that this host needs, beside what is kept.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,10 +20,19 @@ from tqdm import tqdm
 from jaxmm.errors import ModelError
 from jaxmm.models import family_module
 from jaxmm.models.config import ModelConfig
+from jaxmm.models.stored import Parameter, ParameterPath, Sources, Stored, Tensor
 from jaxmm.models.tensor_files import open_tensors, tensor_files
 
-ParameterPath = tuple[str | int, ...]
-"""Where a parameter stands in the nested dict, such as `("text", "layers", 0, "qkv_OD")`."""
+__all__ = [
+    "Parameter",
+    "ParameterPath",
+    "Tensor",
+    "insert",
+    "load_params",
+    "open_params",
+    "param_shapes",
+    "place_params",
+]
 
 Placed = TypeVar("Placed")
 
@@ -32,47 +40,6 @@ _IGNORED = re.compile(r"(^|\.)rotary(_pos)?_emb\.inv_freq$")
 """Buffers that old files hold and every implementation computes."""
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _NAMES_SHOWN = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """A tensor of the files: its published name and its shape."""
-
-    name: str
-    shape: tuple[int, ...]
-    swapped: bool = False
-    """Some files hold it with its last two axes swapped; told by the shape, and as published where
-    both axes are equal."""
-
-    def shows(self, stored: tuple[int, ...]) -> bool:
-        """Whether a tensor of that shape can be this one."""
-        return stored == self.shape or (self.swapped and stored == _swap(self.shape))
-
-
-def _swap(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:-2], shape[-1], shape[-2])
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter made of tensors laid one below the other (along axis 0)."""
-
-    path: ParameterPath
-    tensors: tuple[Tensor, ...]
-    groups: int = 1
-    """Each tensor is cut into so many equal parts; all first parts come first, then all second."""
-    new_axis: bool = False
-    """The tensors, all of one shape, lie along an axis of their own."""
-    flat: bool = True
-    """What has more than two axes (a convolution over patches) is flattened to two."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        rest = self.tensors[0].shape[1:]
-        width = (int(np.prod(rest)),) if rest and self.flat else rest
-        if self.new_axis:
-            return (len(self.tensors), self.tensors[0].shape[0], *width)
-        return (sum(t.shape[0] for t in self.tensors), *width)
 
 
 def load_params(
@@ -83,14 +50,13 @@ def load_params(
     *,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Load a checkpoint.
+    """Load a checkpoint, whole parameters at a time.
 
     Args:
         directory: Hugging Face directory.
         config: What `read_config` gave for it.
         dtype: Of all parameters.
-        put: Places one parameter on the device, given where it stands and its values; the array is
-            its to keep.
+        put: Places one parameter, given where it stands and its values; the array is its to keep.
         progress: Show a bar.
 
     Returns:
@@ -99,19 +65,48 @@ def load_params(
     Raises:
         ModelError: A tensor is missing, unknown, of another shape or no float; the text names it.
     """
+    return place_params(
+        directory, config, dtype, lambda stored: put(stored.path, stored.read()), progress=progress
+    )
+
+
+def place_params(
+    directory: str | Path,
+    config: ModelConfig,
+    dtype: npt.DTypeLike,
+    place: Callable[[Stored], Placed],
+    *,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Load a checkpoint, each parameter by its own reader: `place` reads the blocks that it needs.
+
+    Arguments, result and errors are those of `load_params`.
+    """
+    params: dict[str, Any] = {}
+    with open_params(directory, config, dtype) as table:
+        for stored in tqdm(table, desc="load", unit="tensor", disable=not progress):
+            insert(params, stored.path, place(stored))
+    return params
+
+
+@contextmanager
+def open_params(
+    directory: str | Path, config: ModelConfig, dtype: npt.DTypeLike
+) -> Iterator[list[Stored]]:
+    """Check a checkpoint's files, and give its parameters, to be read while they are open.
+
+    Raises:
+        ModelError: As in `load_params`.
+    """
     module = family_module(config.family, "params")
     table: Sequence[Parameter] = module.parameters(config)
     sources = _published_names(tensor_files(Path(directory)), module.published_name)
     _check_names(table, sources, directory)
-    params: dict[str, Any] = {}
     with ExitStack() as stack:
         paths = {path for _, path in sources.values()}
         files = {path: stack.enter_context(open_tensors(path)) for path in paths}
         _check_shapes(table, sources, files)
-        for parameter in tqdm(table, desc="load", unit="tensor", disable=not progress):
-            value = _read(parameter, sources, files, np.dtype(dtype))
-            _insert(params, parameter.path, put(parameter.path, value))
-    return params
+        yield [Stored(parameter, np.dtype(dtype), sources, files) for parameter in table]
 
 
 def param_shapes(
@@ -130,16 +125,12 @@ def param_shapes(
     shapes: dict[str, Any] = {}
     for parameter in table:
         where = sharding(parameter.path)
-        _insert(
+        insert(
             shapes,
             parameter.path,
             jax.ShapeDtypeStruct(parameter.shape, dtype, sharding=where),
         )
     return shapes
-
-
-Sources = Mapping[str, tuple[str, Path]]
-"""Published name to the name and file in this checkpoint."""
 
 
 def _published_names(files: Mapping[str, Path], rename: Callable[[str], str]) -> Sources:
@@ -187,31 +178,8 @@ def _check_shapes(table: Sequence[Parameter], sources: Sources, files: Mapping[P
             )
 
 
-def _read(
-    parameter: Parameter, sources: Sources, files: Mapping[Path, Any], dtype: np.dtype[Any]
-) -> npt.NDArray[Any]:
-    """Read and cast the tensors of one parameter into one new array."""
-    if len(parameter.tensors) == 1:
-        part = parameter.tensors[0]
-        name, path = sources[part.name]
-        tensor: npt.NDArray[Any] = files[path].get_tensor(name)
-        if tensor.shape != part.shape:
-            tensor = np.ascontiguousarray(tensor.swapaxes(-1, -2))
-        return tensor.astype(dtype, copy=False).reshape(parameter.shape)
-    value = np.empty(parameter.shape, dtype)
-    width = () if len(parameter.tensors[0].shape) == 1 else value.shape[-1:]
-    groups = value.reshape(parameter.groups, -1, *width)  # a view: to write there fills the value
-    start = 0
-    for part in parameter.tensors:
-        name, path = sources[part.name]
-        stop = start + part.shape[0] // parameter.groups
-        shape = (parameter.groups, stop - start, *width)
-        groups[:, start:stop] = files[path].get_tensor(name).reshape(shape)
-        start = stop
-    return value
-
-
-def _insert(params: dict[str, Any], path: ParameterPath, value: Any) -> None:
+def insert(params: dict[str, Any], path: ParameterPath, value: Any) -> None:
+    """Put a value at its path of nested dicts."""
     node: dict[Any, Any] = params
     for key in path[:-1]:
         node = node.setdefault(key, {})

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from jaxmm.config import EngineConfig, PageConfig, environment, field_names, load_config
+from jaxmm.config import (
+    ArenaConfig,
+    BucketConfig,
+    EngineConfig,
+    MediaConfig,
+    PageConfig,
+    environment,
+    field_names,
+    load_config,
+)
 from jaxmm.errors import ConfigError
 
 
@@ -100,17 +109,13 @@ def test_strings_become_the_type_of_the_setting(name: str, text: Any, value: Any
         ("progress", "maybe", "progress='maybe' is not true or false"),
         ("dtype", "float8", "dtype='float8' is not one of auto, float32, bfloat16"),
         ("pages.page_size", 24, "pages.page_size=24 is not a power of two"),
-        ("pages.page_size", 2, "from 4 up"),
-        ("arena.page_rows", 0, "arena.page_rows=0 is not a power of two"),
-        ("memory_fraction", float("nan"), "memory_fraction=nan is outside"),
+        ("pages.page_size", 2, r"pages.page_size=2 is outside \[4, 1024\]; 0 derives it"),
+        ("arena.page_rows", 24, "arena.page_rows=24 is not a power of two"),
+        ("max_waiting", 0, "max_waiting=0 is outside .*; the default is 1024"),
+        ("max_model_len", 1, "max_model_len=1 is outside .*; 0 derives it"),
         ("memory_fraction", 0.0, "memory_fraction=0.0 is outside"),
-        ("max_waiting", 0, "max_waiting=0 is below 1"),
-        ("media.max_bytes", 0, "media.max_bytes=0 is below 1"),
-        ("media.workers", -1, "media.workers=-1 is negative"),
-        ("media.worker_memory_bytes", 1000, "is below 64 MiB"),
-        ("media.timeout_seconds", 0, "media.timeout_seconds=0.0 is not above 0"),
-        ("media.quarantine_seconds", -1, "media.quarantine_seconds=-1.0 is negative"),
-        ("buckets.max_step_tokens", -1, "buckets.max_step_tokens=-1 is negative"),
+        ("media.timeout_seconds", 0, "media.timeout_seconds=0.0 is outside"),
+        ("media.worker_memory_bytes", 1000, "media.worker_memory_bytes=1000 is outside"),
     ],
 )
 def test_wrong_value_is_refused_with_the_setting_and_the_value(
@@ -118,6 +123,57 @@ def test_wrong_value_is_refused_with_the_setting_and_the_value(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(EngineConfig, None, {name: value})
+
+
+NUMBERS = [name for name, kind in field_names(EngineConfig).items() if kind in (int, float)]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [-1, 10**18, float("nan"), float("inf"), "", None, [1]])
+def test_no_number_can_be_absurd(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}="):
+        load_config(EngineConfig, None, {name: value})
+    section, _, field = name.rpartition(".")
+    kinds = {"": EngineConfig, "pages": PageConfig, "arena": ArenaConfig}
+    kinds |= {"buckets": BucketConfig, "media": MediaConfig}
+    with pytest.raises(ConfigError, match=rf"^{name}="):
+        kinds[section](**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dtype": "float8"}, "dtype='float8' is not one of"),
+        ({"progress": "yes"}, "progress='yes' is not of type bool"),
+        ({"model": 7}, "model=7 is not of type str"),
+        ({"pages": 64}, "pages=64 is not of type PageConfig"),
+    ],
+)
+def test_values_given_in_python_are_checked_too(fields: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"buckets.min_step_tokens": 64, "buckets.max_step_tokens": 32},
+            "min_step_tokens=64 is above buckets.max_step_tokens=32",
+        ),
+        (
+            {"buckets.min_lane_patches": 512, "buckets.max_patches_per_step": 256},
+            "min_lane_patches=512 is above buckets.max_patches_per_step=256",
+        ),
+        (
+            {"media.min_pixels": 4000, "media.max_pixels": 3000},
+            "media.min_pixels=4000 is above media.max_pixels=3000",
+        ),
+    ],
+)
+def test_limits_that_contradict_are_refused(values: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(EngineConfig, None, values)
 
 
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Random weights answer every picture with much the same words, so an answer about the wrong picture
 could pass. Here the model has learnt to read and to count: 100 different pictures, and pairs of
-them, each with the answer that transformers' own model gives when it is asked that alone, in float32
+them, each with the answer that transformers' own model gives when asked alone, in float32
 (`expected` in `tests/data/content/cases.json`, written by `examples/train_tiny_vlm/assets.py`).
 """
 

@@ -1,7 +1,52 @@
-"""What `jaxmm buckets` prints."""
+"""The sizes of an engine: what is settled, what is refused, and what `jaxmm buckets` prints."""
 
+from typing import Any
+
+import pytest
+
+from jaxmm.config import EngineConfig, load_config
+from jaxmm.errors import ConfigError
 from jaxmm.host.buckets import Buckets
-from jaxmm.sizes import Sizes, describe
+from jaxmm.models import read_config
+from jaxmm.sizes import Sizes, describe, settle_sizes
+from tests.checkpoints import checkpoint
+
+
+def settle(max_patches: int = 4096, **settings: Any) -> Sizes:
+    """Sizes on a CPU of 1 GiB; the model has 2 layers, 32768 positions and a window encoder."""
+    return settle_sizes(
+        load_config(EngineConfig, None, settings),
+        read_config(checkpoint("qwen2_5_vl")),
+        max_patches,
+        platform="cpu",
+        memory_bytes=1 << 30,
+        itemsize=4,
+    )
+
+
+def test_length_that_was_not_asked_for_follows_the_pages() -> None:
+    sizes = settle(**{"pages.num_pages": 4, "pages.page_size": 16})
+    assert (sizes.max_model_len, sizes.num_table_pages) == (64, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 40_000}, "max_model_len=40000 is above the checkpoint's limit of 32768"),
+        (
+            {"max_model_len": 65, "pages.num_pages": 4, "pages.page_size": 16},
+            "max_model_len=65 does not fit 4 pages of 16 tokens, which hold 64; .*pages.num_pages",
+        ),
+        ({"pages.num_pages": 1 << 24}, r"1024 MiB .*pages.num_pages \d+ MiB.*; lower pages.num"),
+        ({"arena.num_rows": 1 << 24}, "lower arena.num_rows"),
+        ({"buckets.min_step_tokens": 1024}, "min_step_tokens=1024 is above .* 512"),
+        ({"buckets.min_lane_patches": 8192}, "min_lane_patches=8192 is above .* 5461"),
+        ({"max_patches": 1 << 20}, "the largest image has 1398101 patches; .*media.max_pixels"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_with_the_setting(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settle(**settings)
 
 
 def test_pictures_above_the_largest_bucket_are_described_as_refused() -> None:

@@ -112,7 +112,7 @@ def test_worker_that_dies_fails_its_own_picture_alone(stopping_pool: DecodePool)
     futures = [stopping_pool.submit(DATA / name) for name in names]
     for name, future in zip(names, futures, strict=True):
         if name == "size_1x1.png":
-            with pytest.raises(MediaError, match="ended unexpectedly"):
+            with pytest.raises(MediaError, match="ended"):  # once it did, it is refused
                 future.result()
         else:
             assert_same(future.result(), INLINE.submit(DATA / name).result())

@@ -17,6 +17,7 @@ from jaxmm.config import MediaConfig
 from jaxmm.errors import EngineStopped, MediaError, MediaTooLarge, PlaceholderError, RequestError
 from jaxmm.host.decode import InlineDecoder, Processed
 from jaxmm.host.decodes import Decodes
+from jaxmm.host.embedded import RowForm
 from jaxmm.host.identity import caller_identity, sentinels_for
 from jaxmm.host.media import Limits, decode_rgb
 from jaxmm.host.media_map import MediaMap
@@ -77,7 +78,9 @@ class Kit:
         self.preparer = self.preparer_with(self.decoder)
 
     def preparer_with(self, decoder: Any) -> Preparer:
-        return Preparer(self.processor, Decodes(decoder, self.files), self.media, PAD)
+        return Preparer(
+            self.processor, Decodes(decoder, self.files), self.media, PAD, RowForm(8, 2)
+        )
 
 
 @pytest.fixture

@@ -1,0 +1,77 @@
+"""Pictures that come as finished rows: checked, copied and named. Host only."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxmm.errors import MediaError
+from jaxmm.host.decodes import Found
+from jaxmm.host.identity import item_identity
+from jaxmm.host.item import Modality
+from jaxmm.host.media_map import Known
+from jaxmm.request import Embeddings
+
+_FINGERPRINT = b"rows"
+"""Rows are what they are, whichever encoder of the checkpoint's made them."""
+
+
+class RowForm(NamedTuple):
+    """What the rows of a model look like."""
+
+    width: int
+    """D: values of one row."""
+    merge_size: int
+    """Patches by side of what becomes one row."""
+
+
+def read_embeddings(given: Embeddings, form: RowForm) -> Found:
+    """Take a picture's rows as they are.
+
+    Returns:
+        The rows as float32[M, D], the caller's may change meanwhile; they have an identity of
+        their own, never that of the picture that they were made of.
+
+    Raises:
+        MediaError: Not floats, not of the model's width, not as many as the grid has, or not
+            finite.
+    """
+    grid, num_rows = _read_grid(given.grid_thw, form.merge_size)
+    rows = _read_rows(given.rows)
+    if rows.ndim != 2 or rows.shape[1] != form.width:
+        raise MediaError(
+            f"embeddings have shape {list(rows.shape)}; this model takes [rows, {form.width}]"
+        )
+    if len(rows) != num_rows:
+        raise MediaError(
+            f"embeddings have {len(rows)} rows; the grid {list(grid)} makes {num_rows}"
+        )
+    if not np.isfinite(rows).all():
+        raise MediaError("embeddings hold NaN or infinity (as float32); send finite rows")
+    rows.flags.writeable = False
+    identity = item_identity(Modality.IMAGE, _FINGERPRINT, grid, embeddings=rows)
+    return Found(Known(identity, grid, num_rows), None, rows)
+
+
+def _read_grid(given: Any, merge_size: int) -> tuple[tuple[int, int, int], int]:
+    """The grid and its number of rows."""
+    sides = np.asarray(given)
+    ok = sides.shape == (3,) and sides.dtype.kind in "iu"
+    time, height, width = sides.tolist() if ok else (0, 0, 0)
+    if time != 1 or min(height, width) < 1 or height % merge_size or width % merge_size:
+        raise MediaError(
+            f"grid_thw={given!r} is no grid of a picture: (1, height, width) in patches, "
+            f"both multiples of {merge_size}"
+        )
+    return (time, height, width), height * width // merge_size**2
+
+
+def _read_rows(given: Any) -> npt.NDArray[np.float32]:
+    try:
+        rows = np.asarray(given)
+    except (ValueError, TypeError):
+        raise MediaError("embeddings are no array; send float[rows, width]") from None
+    if rows.dtype.kind != "f" and rows.dtype.name != "bfloat16":
+        raise MediaError(f"embeddings have dtype {rows.dtype}; send float32, float16 or bfloat16")
+    with np.errstate(over="ignore"):  # told as not finite
+        return rows.astype(np.float32, order="C", copy=True)

@@ -1,0 +1,141 @@
+"""A parameter in the files of a checkpoint: any block of it, and no byte beside. Host only."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+ParameterPath = tuple[str | int, ...]
+"""Where a parameter stands in the nested dict, such as `("text", "layers", 0, "qkv_OD")`."""
+
+Sources = Mapping[str, tuple[str, Path]]
+"""Published name to the name and file in a checkpoint."""
+
+Block = tuple[slice, ...]
+"""Part of an array: a slice without a step for each axis, as JAX tells a shard's place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of the files: its published name and its shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    swapped: bool = False
+    """Some files hold it with its last two axes swapped; told by the shape, and as published where
+    both axes are equal."""
+
+    def shows(self, stored: tuple[int, ...]) -> bool:
+        """Whether a tensor of that shape can be this one."""
+        swapped = (*self.shape[:-2], *self.shape[:-3:-1])
+        return stored == self.shape or (self.swapped and stored == swapped)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter made of tensors laid one below the other (along axis 0)."""
+
+    path: ParameterPath
+    tensors: tuple[Tensor, ...]
+    groups: int = 1
+    """Each tensor is cut into so many equal parts; all first parts come first, then all second."""
+    new_axis: bool = False
+    """The tensors, all of one shape, lie along an axis of their own."""
+    flat: bool = True
+    """What has more than two axes (a convolution over patches) is flattened to two."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rest = self.tensors[0].shape[1:]
+        width = (int(np.prod(rest)),) if rest and self.flat else rest
+        if self.new_axis:
+            return (len(self.tensors), self.tensors[0].shape[0], *width)
+        return (sum(t.shape[0] for t in self.tensors), *width)
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, int]]:
+        """Rows [start, stop) of a parameter without an axis of its own, in order.
+
+        Yields:
+            A tensor, and the first and last + 1 of its rows that follow each other there.
+        """
+        row = 0
+        for group in range(self.groups):
+            for tensor in self.tensors:
+                count = tensor.shape[0] // self.groups
+                low, high = max(start - row, 0), min(stop - row, count)
+                if low < high:
+                    yield tensor, group * count + low, group * count + high
+                row += count
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A parameter and the open files that hold it."""
+
+    parameter: Parameter
+    dtype: np.dtype[Any]
+    sources: Sources = field(repr=False)
+    files: Mapping[Path, Any] = field(repr=False)
+
+    @property
+    def path(self) -> ParameterPath:
+        return self.parameter.path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parameter.shape
+
+    @property
+    def size(self) -> int:
+        """Values in it."""
+        return int(np.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def read(self, block: Block | None = None) -> npt.NDArray[Any]:
+        """Read and cast a block into one new array; None: all of it."""
+        bounds = [(0, n) for n in self.shape]
+        if block is not None:
+            bounds = [s.indices(n)[:2] for s, n in zip(block, self.shape, strict=True)]
+        if self.parameter.new_axis:
+            first, *rest = bounds
+            tensors = self.parameter.tensors[slice(*first)]
+            runs = [(tensor, *rest[0]) for tensor in tensors]
+            value = self._rows(runs, rest[1:])
+            return value.reshape(len(tensors), -1, *value.shape[1:])
+        return self._rows(list(self.parameter.runs(*bounds[0])), bounds[1:])
+
+    def _rows(
+        self, runs: list[tuple[Tensor, int, int]], columns: list[tuple[int, int]]
+    ) -> npt.NDArray[Any]:
+        """Runs of rows one below the other, of each the columns between the bounds."""
+        if len(runs) == 1:
+            return self._run(*runs[0], columns).astype(self.dtype, copy=False)
+        count = sum(stop - start for _, start, stop in runs)
+        value = np.empty((count, *(high - low for low, high in columns)), self.dtype)
+        row = 0
+        for tensor, start, stop in runs:
+            value[row : row + stop - start] = self._run(tensor, start, stop, columns)
+            row += stop - start
+        return value
+
+    def _run(
+        self, tensor: Tensor, start: int, stop: int, columns: list[tuple[int, int]]
+    ) -> npt.NDArray[Any]:
+        name, path = self.sources[tensor.name]
+        view = self.files[path].get_slice(name)
+        part: npt.NDArray[Any]
+        if len(tensor.shape) <= 2 or not self.parameter.flat:
+            block = [slice(start, stop), *(slice(*c) for c in columns)]
+            if tuple(view.get_shape()) == tensor.shape:
+                part = view[tuple(block)]
+                return part
+            part = view[(*block[:-2], block[-1], block[-2])]
+            return np.ascontiguousarray(part.swapaxes(-1, -2))
+        part = view[start:stop].reshape(stop - start, -1)  # a convolution: flattened here
+        return part[:, slice(*columns[0])]
