@@ -12,6 +12,9 @@ from PIL import Image
 STEP = 8
 """Difference of grey from one frame to the next; coding changes less than half of that."""
 
+_NO_SCENE_CUTS = {"mpeg4": {"sc_threshold": "1000000000"}, "libx264": {"sc_threshold": "0"}}
+"""Else every frame here would become a key frame."""
+
 
 def shade(index: int) -> int:
     """Grey of a frame; two frames less than 24 apart differ."""
@@ -42,7 +45,8 @@ def make_clip(
     file = io.BytesIO()
     with av.open(file, "w", format=form) as container:
         first = frame(0)
-        stream: Any = container.add_stream(codec, rate=fps, options=options or {})
+        options = {**_NO_SCENE_CUTS.get(codec, {}), **(options or {})}
+        stream: Any = container.add_stream(codec, rate=fps, options=options)
         stream.width, stream.height = first.shape[1], first.shape[0]
         stream.pix_fmt = "rgb8" if codec == "gif" else "yuv420p"
         stream.codec_context.gop_size = key_every

@@ -150,29 +150,26 @@ def test_sampled_indices_ascend_within_the_video_and_the_limit(
 
 @pytest.mark.parametrize("name", ["no_frames.mp4", "cut.mp4"])
 def test_file_that_promises_frames_which_are_not_there_is_refused(name: str) -> None:
-    with pytest.raises(MediaError, match="no frames|damaged"):
+    with pytest.raises(MediaError, match=r"no frames|damaged"):
         frames_at((MEDIA / name).read_bytes(), [0])
 
 
-@pytest.mark.parametrize("keep", [0.3, 0.6, 0.9, 0.99])
-@pytest.mark.parametrize("form", ["webm", "gif", "mp4, B-frames"])
-def test_file_cut_short_gives_only_frames_that_are_in_it(form: str, keep: float) -> None:
+@pytest.mark.parametrize("keep", [0.6, 0.9])
+@pytest.mark.parametrize("form", ["webm", "gif"])
+def test_of_a_stream_cut_short_only_the_last_frame_may_suffer(form: str, keep: float) -> None:
     data = clip_of(form)
-    with pytest.raises(MediaError) if form.startswith("mp4") else _anything() as caught:
-        cut = data[: int(len(data) * keep)]
-        count = timeline_of(cut).num_frames
-        found = [index_of(frame) for frame in frames_at(cut, list(range(count)))]
-        assert found == list(range(count))
-    del caught
+    cut = data[: int(len(data) * keep)]
+    count = timeline_of(cut).num_frames
+    assert 0 < count < 24
+    found = [index_of(frame) for frame in frames_at(cut, list(range(count - 1)))]
+    assert found == list(range(count - 1))
 
 
-class _anything:
-    """A file cut in the middle of a frame may be refused, too."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        return isinstance(error, MediaError)
+@pytest.mark.parametrize("keep", [0.1, 0.5, 0.9])
+def test_mp4_without_its_index_is_refused(keep: float) -> None:
+    data = clip_of("mp4, B-frames")
+    with pytest.raises(MediaError, match="damaged"):
+        frames_at(data[: int(len(data) * keep)], [0])
 
 
 @pytest.mark.parametrize(
