@@ -186,6 +186,27 @@ class MediaConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionConfig:
+    """What conversations (`Engine.session`) keep between their turns."""
+
+    max_kept: int = 64
+    """Conversations that keep something; beyond it the one unused longest keeps nothing more."""
+    page_share: float = 0.25
+    """Share of the pages that all of them keep together, as long as no request needs the room."""
+    expire_seconds: float = 600.0
+    """Time from the end of a turn until it gives everything back, where it names none."""
+
+    def __post_init__(self) -> None:
+        _check(
+            self,
+            "sessions.",
+            max_kept=(1, 1 << 16),
+            page_share=(0.0, 1.0),
+            expire_seconds=(0.0, 1e7),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that the engine can be told."""
 
@@ -216,6 +237,7 @@ class EngineConfig:
     arena: ArenaConfig = field(default_factory=ArenaConfig)
     buckets: BucketConfig = field(default_factory=BucketConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
+    sessions: SessionConfig = field(default_factory=SessionConfig)
 
     def __post_init__(self) -> None:
         _check(

@@ -8,7 +8,8 @@ JaxmmError
 │   │   └── MediaTooLarge             … because it exceeds a stated limit
 │   ├── PlaceholderError              items and their places in the prompt do not match
 │   ├── PromptTooLong                 more tokens, pages or rows than can ever fit
-│   └── SamplingError                 a sampling parameter outside its range
+│   ├── SamplingError                 a sampling parameter outside its range
+│   └── GrammarError                  a grammar or schema that cannot be followed
 ├── Overloaded (RuntimeError)         the queue is full; the same request may be sent again
 ├── RecompileError (RuntimeError)     a compile after warm-up while on_recompile = "raise"
 └── EngineStopped (RuntimeError)      the engine has been closed or its loop has died
@@ -51,6 +52,10 @@ class PromptTooLong(RequestError):
 
 class SamplingError(RequestError):
     """A sampling parameter outside its range."""
+
+
+class GrammarError(RequestError):
+    """A grammar or JSON schema that is wrong, too large, or cannot be followed to an end."""
 
 
 class Overloaded(JaxmmError, RuntimeError):

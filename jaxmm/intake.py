@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxmm.answer import Answer, OnEvent, tell
+from jaxmm.cost import Cost, estimate
 from jaxmm.errors import EngineStopped, JaxmmError, Overloaded, RequestError
 from jaxmm.host.decodes import Gone
 from jaxmm.host.identity import parse_caller_hashes
@@ -57,17 +58,28 @@ class Intake:
     def submit(self, request: Request, on_event: OnEvent) -> None:
         """Start preparing a request; see `Engine.submit`."""
         with self._lock:
-            if self._refusal is not None:
-                raise EngineStopped(str(self._refusal))
-            if len(self._preparing) + self._parts.scheduler.num_waiting >= self._max_waiting:
-                raise Overloaded(
-                    f"{self._max_waiting} requests are waiting, which is the limit "
-                    "(max_waiting). Send the request again later."
-                )
+            self._check_room()
             if request.id in self._preparing or self._loop.serves(request.id):
                 raise RequestError(f"request id {request.id!r} is in use")
             entry = self._preparing[request.id] = _Entry(request, on_event, Future())
             self._threads.submit(self._prepare, entry)
+
+    def estimate(self, request: Request) -> Future[Cost]:
+        """Work out what a request would cost; it is prepared like any other, and not run.
+
+        Raises:
+            EngineStopped, Overloaded: As `submit`.
+        """
+        future: Future[Cost] = Future()
+        with self._lock:
+            self._check_room()
+            self._threads.submit(self._estimate, request, future)
+        return future
+
+    @property
+    def num_preparing(self) -> int:
+        """Requests that are being prepared."""
+        return len(self._preparing)
 
     def abort(self, request_id: str) -> None:
         """Drop a request that is still being prepared, and the decodes that only it waits for."""
@@ -103,6 +115,34 @@ class Intake:
     def close(self) -> None:
         """Wait for the preparing threads and end them."""
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _check_room(self) -> None:
+        """Under the lock."""
+        if self._refusal is not None:
+            raise EngineStopped(str(self._refusal))
+        if len(self._preparing) + self._parts.scheduler.num_waiting >= self._max_waiting:
+            raise Overloaded(
+                f"{self._max_waiting} requests are waiting, which is the limit "
+                "(max_waiting). Send the request again later."
+            )
+
+    def _estimate(self, request: Request, future: Future[Cost]) -> None:
+        gone: Gone = Future()
+        future.add_done_callback(lambda _: gone.set_result(None))
+        entry = _Entry(request, lambda _: None, gone)
+        try:
+            sequence = self._answer(entry, self._prompt(entry)).sequences[0]
+        except Exception as error:  # noqa: BLE001  # as in _prepare
+            _settle(future, _refusal(error, request))
+            return
+        self._loop.post(lambda: self._tell_cost(sequence, future))
+
+    def _tell_cost(self, sequence: Sequence, future: Future[Cost]) -> None:
+        """On the loop's thread."""
+        try:
+            _settle(future, estimate(sequence, self._parts))
+        except JaxmmError as error:
+            _settle(future, error)
 
     def _prepare(self, entry: "_Entry") -> None:
         """Turn a request into sequences, and hand them to the loop."""
@@ -141,7 +181,7 @@ class Intake:
         read_text("salt", request.salt)
         parts, tokenizer = self._parts, self._parts.tokenizer
         if request.messages is not None:
-            ids, slots = tokenizer.encode_chat(request.messages)
+            ids, slots = tokenizer.encode_chat(request.messages, request.tools)
         elif request.text is not None:
             ids, slots = tokenizer.encode_text(request.text), np.zeros(0, np.int64)
         else:
@@ -184,6 +224,7 @@ class Intake:
     def _answer(self, entry: "_Entry", prompt: Prompt) -> Answer:
         parts, request, params = self._parts, entry.request, entry.request.sampling
         parts.check_sampling(params)
+        grammar = None if params.grammar is None else parts.grammars.compile(params.grammar)
         sequences = tuple(
             Sequence(
                 request_id=request.id,
@@ -195,6 +236,9 @@ class Intake:
             )
             for i in range(params.n)
         )
+        if grammar is not None:
+            for sequence in sequences:
+                sequence.matcher = grammar.start(sequence.held_back(parts.eos_ids))
         return Answer.start(
             request,
             sequences,
@@ -282,6 +326,15 @@ def _clip_of(items: tuple[Item, ...], index: int) -> range:
     while stop < len(items) and items[stop].modality is Modality.VIDEO and items[stop].step:
         stop += 1
     return range(start, stop)
+
+
+def _settle(future: Future[Cost], outcome: Cost | JaxmmError) -> None:
+    if not future.set_running_or_notify_cancel():
+        return  # nobody waits for it any more
+    if isinstance(outcome, JaxmmError):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 def _refusal(error: Exception, request: Request) -> JaxmmError:

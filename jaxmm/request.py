@@ -65,6 +65,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end the output and are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
+    grammar: str | None = None
+    """The output must match this grammar (llguidance's Lark dialect or JSON form); for a JSON
+    schema give `jaxmm.json_grammar(schema)`. It ends where nothing can follow."""
     ignore_eos: bool = False
     n: int = 1
     """Completions to make of the prompt."""
@@ -106,6 +109,8 @@ class SamplingParams:
             )
         for token in self.stop_token_ids:
             _check_whole("stop_token_ids entry", token, 0, 1 << 30)
+        if self.grammar is not None and not isinstance(self.grammar, str):
+            raise SamplingError("grammar is not a string; give json_grammar(schema) for a schema")
         if not all(isinstance(s, str) for s in self.stop):
             raise SamplingError(f"stop={self.stop!r} is not a tuple of strings")
         if any(not s for s in self.stop):
@@ -225,7 +230,12 @@ class Request:
     messages: Sequence[Mapping[str, Any]] | None = None
     """Chat turns: `{"role": str, "content": str | [part, …]}`; a part is
     `{"type": "text", "text": str}`, `{"type": "image"}` or `{"type": "video"}`; the k-th image
-    part is `images[k]`, the k-th video part `videos[k]`."""
+    part is `images[k]`, the k-th video part `videos[k]`. An assistant's turn may have
+    `tool_calls`, and a turn of role `tool` answers one."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """What the messages say that the model may call, `{"type": "function", "function": {"name":
+    str, "description": str, "parameters": JSON schema}}`; `jaxmm.host.tools.tool_grammar` holds
+    the answer to it."""
     text: str | None = None
     """Raw prompt, no template and no images."""
     token_ids: Sequence[int] | None = None
@@ -247,3 +257,5 @@ class Request:
     are. None: the server's `media.video_fps`."""
     num_frames: int | None = None
     """Frames of each video that are looked at, evenly spread, instead of `fps`."""
+    keep: Any = None
+    """The conversation that it is a turn of; set by `Session`."""

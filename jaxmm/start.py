@@ -25,6 +25,7 @@ from jaxmm.host.decode import Decoder
 from jaxmm.host.decode_pool import DecodePool
 from jaxmm.host.decodes import Decodes
 from jaxmm.host.embedded import RowForm
+from jaxmm.host.grammar import Grammars
 from jaxmm.host.identity import check_vocabulary
 from jaxmm.host.item import Item
 from jaxmm.host.lanes import packed_patches
@@ -40,8 +41,16 @@ from jaxmm.models.config import ModelConfig
 from jaxmm.models.converted import is_converted, restore_params
 from jaxmm.models.loading import place_params
 from jaxmm.models.remote import fetch_small_files, is_remote
+from jaxmm.models.twin import text_is_bfloat16
 from jaxmm.request import SamplingParams
-from jaxmm.sizes import CPU_MAX_PIXELS, Sizes, describe, host_memory_bytes, settle_sizes
+from jaxmm.sizes import (
+    CPU_MAX_PIXELS,
+    Sizes,
+    describe,
+    has_room_for_twin,
+    host_memory_bytes,
+    settle_sizes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +86,7 @@ class Parts:
     model_name: str
     sizes: Sizes
     tokenizer: ChatTokenizer
+    grammars: Grammars
     eos_ids: tuple[int, ...]
     decoder: Decoder
     media_map: MediaMap
@@ -164,11 +174,12 @@ def build_parts(config: EngineConfig) -> Parts:
             backend=backend,
             ledger=ledger,
             compile_cache_dir=config.compile_cache_dir,
+            twin=_wants_twin(config, model, sizes, directory, backend),
         )
         weights = threads.submit(_load_weights, config, model, directory, dtype, runner)
         words = threads.submit(_load_tokenizer, model, directory)
         runner.warm_up(progress=config.progress)
-        tokenizer = words.result()
+        tokenizer, grammars = words.result()
         runner.place(weights.result())
     decoder = DecodePool(
         processor,
@@ -198,6 +209,7 @@ def build_parts(config: EngineConfig) -> Parts:
         model_name=directory.name,
         sizes=sizes,
         tokenizer=tokenizer,
+        grammars=grammars,
         eos_ids=model.eos_token_ids,
         decoder=decoder,
         media_map=media_map,
@@ -232,15 +244,32 @@ def _load_weights(
     return place_params(directory, model, dtype, runner.place_param, progress=config.progress)
 
 
-def _load_tokenizer(model: ModelConfig, directory: Path) -> ChatTokenizer:
+def _wants_twin(
+    config: EngineConfig, model: ModelConfig, sizes: Sizes, directory: Path, backend: Backend
+) -> bool:
+    """Whether steps of one token shall read the decoder's weights in bfloat16."""
+    return (
+        jax.default_backend() == "cpu"
+        and backend.mesh is None
+        and _dtype(config) == jnp.float32
+        and has_room_for_twin(config, model, sizes, device_memory_bytes())
+        and not is_converted(directory)
+        and text_is_bfloat16(directory, model)
+    )
+
+
+def _load_tokenizer(model: ModelConfig, directory: Path) -> tuple[ChatTokenizer, Grammars]:
+    """Both with their tables made now, not in the first request."""
     tokenizer = ChatTokenizer.from_checkpoint(directory)
     if tokenizer.vocab_size > model.text.vocab_size:
         raise ModelError(
             f"the tokenizer has {tokenizer.vocab_size} ids and the embedding "
             f"{model.text.vocab_size} rows"
         )
-    tokenizer.token_bytes  # noqa: B018  # made now, not in the first request
-    return tokenizer
+    grammars = Grammars(
+        tokenizer.token_bytes, tokenizer.special_ids, model.eos_token_ids, tokenizer.encode_plain
+    )
+    return tokenizer, grammars
 
 
 def describe_buckets(config: EngineConfig) -> str:

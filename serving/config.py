@@ -61,25 +61,50 @@ class ServerConfig:
     """Name that requests call the model by; empty: the engine's."""
     max_request_bytes: int = 64 << 20
     """Largest request body, and the most that one request may have fetched in all."""
+    max_requests: int = 2048
+    """Requests in progress, those that wait included; one more is refused with 429."""
+    max_held_bytes: int = 4 << 30
+    """Bodies and pictures of all requests in progress together; more is refused with 429."""
+    receive_seconds: float = 60.0
+    """Time for a request's body to arrive."""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Keys, one of which a request must carry as `Authorization: Bearer KEY`: `key` or
+    `tenant:key`; none: everybody is answered. Tenants never share a cache entry; an unnamed key is
+    a tenant of its own. Flags are seen by all users of a machine: prefer the variable or the
+    file."""
+    api_key_file: str = ""
+    """File with such keys, one a line."""
     default_max_tokens: int = 2048
     """Length of an answer when the request gives none; the context ends it earlier."""
     deadline_seconds: float = 600.0
     """Time that the engine may spend on one request, queueing included."""
     drain_seconds: float = 30.0
     """Time that running requests have to end after SIGTERM."""
+    drain_delay_seconds: float = 0.0
+    """Time after SIGTERM in which new requests are still taken, while `/ready` says 503: what a
+    load balancer needs to notice."""
+    step_timeout_seconds: float = 300.0
+    """A step of the engine that takes longer ends the process; 0: none does. Compiling counts."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """What the process logs."""
+    log_format: Literal["text", "json"] = "text"
+    """Log lines for people, or one JSON object each; prompts and pictures are in neither."""
+    trace_endpoint: str = ""
+    """Where OpenTelemetry traces are sent by OTLP over HTTP, `http://collector:4318/v1/traces`;
+    empty: none are made. Needs `pip install 'jaxmm[trace]'`."""
     fetch: FetchConfig = field(default_factory=FetchConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} is outside [0, 65535]")
-        for name in ("max_request_bytes", "default_max_tokens", "deadline_seconds"):
+        positive = ("max_request_bytes", "max_requests", "max_held_bytes", "receive_seconds")
+        for name in (*positive, "default_max_tokens", "deadline_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is not above 0")
-        if self.drain_seconds < 0:
-            raise ConfigError(f"drain_seconds={self.drain_seconds} is negative; use 0")
+        for name in ("drain_seconds", "drain_delay_seconds", "step_timeout_seconds"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} is negative; use 0")
 
 
 def load_server_config(

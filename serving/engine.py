@@ -4,8 +4,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from jaxmm.config import EngineConfig
+from jaxmm.cost import Cost
 from jaxmm.host.chat import ChatTokenizer
 from jaxmm.request import Delta, Request
+from jaxmm.stats import EngineStats
 
 
 class ServedEngine(Protocol):
@@ -19,9 +21,34 @@ class ServedEngine(Protocol):
     def tokenizer(self) -> ChatTokenizer: ...
     @property
     def healthy(self) -> bool: ...
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the loop, if something did."""
+        ...
+
+    @property
+    def turn_seconds(self) -> float:
+        """How long the step in progress takes already; 0 between steps."""
+        ...
 
     def astream(self, request: Request) -> AsyncIterator[Delta]:
         """Answer one request; cancelling the iteration aborts it."""
+        ...
+
+    async def cost(self, request: Request) -> Cost:
+        """What a request would cost now, without running it."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """What the engine has done and holds."""
+        ...
+
+    def flush_caches(self) -> None:
+        """Forget what no running request uses; blocks until it is done."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """End every request with EngineStopped, for a loop that does not come back."""
         ...
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
 """Pictures from the URLs of a request: data URIs, http(s), and files where allowed. Host only."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,18 +21,21 @@ _SHORT = 1 << 16
 class Budget:
     """Bytes that the pictures of one request may still take together."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, hold: Callable[[int], None]) -> None:
         self._limit = self._left = num_bytes
+        self._hold = hold
 
     def take(self, num_bytes: int) -> None:
         """Count bytes that came.
 
         Raises:
             MediaTooLarge: They are too many.
+            JaxmmError: What `hold` raises.
         """
         self._left -= num_bytes
         if self._left < 0:
             raise MediaTooLarge(f"the images are larger than {self._limit} bytes together")
+        self._hold(num_bytes)
 
 
 class Fetcher:
@@ -53,11 +56,14 @@ class Fetcher:
         await self._remote.aclose()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def fetch_all(self, urls: Mapping[str, str]) -> dict[str, bytes]:
+    async def fetch_all(
+        self, urls: Mapping[str, str], hold: Callable[[int], None] = lambda _: None
+    ) -> dict[str, bytes]:
         """Get several pictures at once; equal URLs of hosts are asked once.
 
         Args:
             urls: Where the picture stands in the request (for messages), to its URL.
+            hold: Told of all bytes that come, and may refuse them by raising.
 
         Returns:
             The bytes of each, by where it stands.
@@ -65,7 +71,7 @@ class Fetcher:
         Raises:
             MediaError: One cannot be had, or they are too large together; the others are given up.
         """
-        budget = Budget(self._max_total_bytes)
+        budget = Budget(self._max_total_bytes, hold)
         asked: dict[str, asyncio.Task[bytes]] = {}
         tasks: dict[str, asyncio.Task[bytes]] = {}
         try:

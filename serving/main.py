@@ -1,20 +1,23 @@
 """Starting the server, and telling how to use it. Host only."""
 
 import json
-import logging
 import os
 import shlex
 import signal
 import socket
 import sys
+from typing import NoReturn
 
 import uvicorn
 
-from jaxmm.errors import ConfigError
+from jaxmm.errors import ConfigError, EngineStopped
 from serving.app import create_app
 from serving.config import ServerConfig
+from serving.connection import Connection
 from serving.engine import LoadEngine, ServedEngine, load_engine
 from serving.example import picture_uri
+from serving.lifetime import Server, described
+from serving.logs import configure_logs
 
 _BACKLOG = 2048
 
@@ -25,10 +28,9 @@ def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
     Raises:
         ConfigError: The address cannot be had.
         ModelError: The checkpoint cannot be loaded.
+        EngineStopped: The engine failed; what supervises the process should start it again.
     """
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logs(config.log_level, config.log_format)
     signal.signal(signal.SIGTERM, _end)  # nobody is served yet
     with _bind(config.host, config.port) as listener:  # before minutes of loading
         engine = load(config.engine)
@@ -36,9 +38,14 @@ def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
             signal.signal(signal.SIGTERM, _leave)  # uvicorn raises it again when it has drained
             listener.listen(_BACKLOG)  # a line pasted at once waits instead of failing
             _print_usage(config, listener, engine.model_name)
-            uvicorn.Server(uvicorn_config(engine, config)).run(sockets=[listener])
+            server = Server(uvicorn_config(engine, config), engine, config)
+            server.run(sockets=[listener])
         finally:
+            if engine.failure is not None and engine.turn_seconds:
+                _end_stuck(engine.failure)
             engine.close()
+        if engine.failure is not None:
+            raise EngineStopped(f"the engine has stopped: {described(engine.failure)}")
 
 
 def curl_line(url: str, model: str) -> str:
@@ -62,6 +69,13 @@ def _end(*_: object) -> None:
     os._exit(128 + signal.SIGTERM)
 
 
+def _end_stuck(cause: BaseException) -> NoReturn:
+    """End a process whose engine hangs on the device: its thread cannot be waited for."""
+    sys.stderr.write(f"jaxmm: {described(cause)}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
 def _leave(*_: object) -> None:
     raise SystemExit(0)
 
@@ -73,6 +87,8 @@ def uvicorn_config(engine: ServedEngine, config: ServerConfig) -> uvicorn.Config
         log_config=None,
         access_log=False,
         backlog=_BACKLOG,
+        http=Connection,
+        ws="none",
         timeout_graceful_shutdown=round(config.drain_seconds),
     )
 

@@ -41,5 +41,8 @@ class RequestIds:
         finally:
             level = logging.DEBUG if scope["method"] == "GET" else logging.INFO
             seconds = time.perf_counter() - start
-            line = "answer method=%s path=%s status=%d seconds=%.3f request=%s"
-            logger.log(level, line, scope["method"], scope["path"], status, seconds, request_id)
+            tenant = getattr(scope["state"].get("tenant"), "name", "")
+            line = "answer method=%s path=%s status=%d seconds=%.3f tenant=%s request=%s"
+            logger.log(
+                level, line, scope["method"], scope["path"], status, seconds, tenant, request_id
+            )

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Int32, UInt32
 
 from jaxmm.device.backend import Backend
 from jaxmm.device.image_rows import ImageRows
@@ -64,7 +64,7 @@ def _encode_step(
 def _upload_step(
     backend: Backend,
     arena: Float[Array, "R ..."],
-    rows_MD: Float[Array, "M D"],
+    rows_MX: Float[Array, "M X"],
     slot_M: Int32[Array, " M"],
 ) -> Float[Array, "R ..."]:
     """Put rows that a caller gave into the arena.
@@ -72,7 +72,7 @@ def _upload_step(
     Static: backend. Donated: arena. M is always the same; the arena's last row takes the filler.
     """
     put = partial(write_rows, implementation=backend.kernels)
-    return backend.per_chip(put, WHOLE, WHOLE)(arena, rows_MD, slot_M)
+    return backend.per_chip(put, WHOLE, WHOLE)(arena, rows_MX, slot_M)
 
 
 def _language_step(
@@ -84,10 +84,13 @@ def _language_step(
     state: SamplerState,
     arena: Float[Array, "R ..."],
     buffer: Int32[Array, " X"],
+    allowed_BO: UInt32[Array, "B O"],
 ) -> tuple[KVPages, SamplerState, Sampled]:
     """Extend and decode one step's tokens, and sample.
 
     Static: decoder, backend, layout (the bucket). Donated: kv_pages, state. Bucketed: T.
+    The token masks come beside the buffer: a step without grammars sends none, and gives the same
+    array again, which is not read.
     """
     step = _unpack(layout, buffer)
     text = nnx.merge(decoder, params)
@@ -95,7 +98,7 @@ def _language_step(
         fed_T = state.last_B[jnp.maximum(step["feed_T"], 0)]
         ids_T = jnp.where(step["feed_T"] >= 0, fed_T, step["ids_T"])
         rows = ImageRows(arena, step["row_T"], backend)
-        hidden_TD = rows.into(text.embed(ids_T))
+        hidden_TD = rows.into(text.embed(ids_T).astype(kv_pages[0].dtype))
     ragged = Ragged(
         num_decodes=step["num_decodes"],
         num_sequences=step["num_sequences"],
@@ -114,7 +117,7 @@ def _language_step(
     hidden_TD, kv_pages = text(hidden_TD, step["positions_AT"], kv_pages, attention, rows)
     with jax.named_scope("sample"):
         group = _sample_group(layout, backend)
-        sampled = _sample(text.logits, hidden_TD, step, state, group)
+        sampled = _sample(text.logits, hidden_TD, step, allowed_BO, state, group)
         state = remember(
             state,
             step["sample_slot_B"],
@@ -154,16 +157,14 @@ def _sample(
     logits: Callable[[Array], Array],
     hidden_TD: Float[Array, "T D"],
     step: Mapping[str, Array],
+    allowed_BO: UInt32[Array, "B O"],
     state: SamplerState,
     group: int,
 ) -> Sampled:
     """Sample the rows that the host asked for, a group at a time: cost follows their number."""
     num_rows = step["sample_token_B"].shape[0]
-    names = SampleParams._fields
-    columns = SampleParams(
-        step["sample_slot_B"],
-        **{name: step[name] for name in names if name != "slot_B"},
-    )
+    given = {**step, "slot_B": step["sample_slot_B"], "allowed_BO": allowed_BO}
+    columns = SampleParams(**{name: given[name] for name in SampleParams._fields})
 
     def run(g: Int32[Array, ""], out: Sampled) -> Sampled:
         rows = SampleParams(*(lax.dynamic_slice_in_dim(c, g * group, group) for c in columns))
@@ -175,6 +176,7 @@ def _sample(
             num_ids=step["num_ids"],
             any_random=step["any_random"] > 0,
             any_penalty=step["any_penalty"] > 0,
+            any_masked=step["any_masked"] > 0,
             any_logprobs=step["any_logprobs"] > 0,
         )
         return jax.tree.map(
@@ -189,6 +191,7 @@ def _sample(
             num_ids=jnp.int32(0),
             any_random=jnp.bool(False),
             any_penalty=jnp.bool(False),
+            any_masked=jnp.bool(False),
             any_logprobs=jnp.bool(False),
         )
     )
@@ -198,6 +201,7 @@ def _sample(
 
 
 def _prime_step(
+    backend: Backend,
     state: SamplerState,
     slot: Int32[Array, ""],
     fresh: Array,
@@ -206,8 +210,11 @@ def _prime_step(
     bias_id_X: Int32[Array, " X"],
     bias_X: Float[Array, " X"],
 ) -> SamplerState:
-    """Give a state slot its request's history and bias. Donated: state. See `prime`."""
-    return prime(state, slot, fresh, prompt_X, output_X, bias_id_X, bias_X)
+    """Give a state slot its request's history and bias. See `prime`.
+
+    Static: backend. Donated: state.
+    """
+    return backend.whole(prime(state, slot, fresh, prompt_X, output_X, bias_id_X, bias_X))
 
 
 encode_step = jax.jit(
@@ -219,4 +226,4 @@ language_step = jax.jit(
     static_argnames=("decoder", "backend", "layout"),
     donate_argnames=("kv_pages", "state"),
 )
-prime_step = jax.jit(_prime_step, donate_argnames=("state",))
+prime_step = jax.jit(_prime_step, static_argnames=("backend",), donate_argnames=("state",))

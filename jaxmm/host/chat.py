@@ -15,6 +15,8 @@ from jaxmm.host.item import Modality
 from jaxmm.host.messages import Turn, read_messages, read_text
 from jaxmm.host.special_tokens import SpecialTokens, unused_character
 from jaxmm.host.token_bytes import bytes_of_tokens
+from jaxmm.host.tool_turns import calls_as_text, tools_as_text
+from jaxmm.host.tools import read_tools, tools_text
 
 _PLACEHOLDERS = {Modality.IMAGE: "<|image_pad|>", Modality.VIDEO: "<|video_pad|>"}
 """Spelling of the tokens that mark an item's place, where config.json does not name them."""
@@ -74,6 +76,8 @@ class ChatTokenizer:
         """One more than the largest id. Embeddings may have more rows: never sample those."""
         self._takes_parts = self._shows([{"type": "text", "text": _PROBE}])
         self._takes_strings = self._shows(_PROBE)
+        self._takes_tools = self._shows_tools()
+        self._takes_calls = self._shows_calls()
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path) -> "ChatTokenizer":
@@ -104,11 +108,15 @@ class ChatTokenizer:
             eos_ids=_find_eos_ids(directory, config, tokenizer),
         )
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> EncodedChat:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> EncodedChat:
         """Render a conversation, opened for the assistant's answer, and encode it.
 
         Args:
             messages: Turns as `jaxmm.request.Request.messages` describes them.
+            tools: What the model is told that it may call; see `jaxmm.host.tools`. A template
+                that says nothing of tools or of calls is given them as text.
 
         Raises:
             PlaceholderError: The template does not place each image and video once, in order.
@@ -119,11 +127,16 @@ class ChatTokenizer:
                 "this model has no chat template; send a raw prompt, or add chat_template.jinja "
                 "to its directory"
             )
-        turns = read_messages(messages)
-        texts = [part for turn in turns for part in turn.parts if part is not None]
-        mark = unused_character([self._template, *texts])
+        turns, listed = read_messages(messages), read_tools(tools)
+        texts = [text for turn in turns for text in turn.texts]
+        mark = unused_character([self._template, tools_text(listed), *texts])
+        if not self._takes_calls:
+            turns = calls_as_text(turns)
+        if listed and not self._takes_tools:
+            turns, listed = tools_as_text(turns, listed), ()
         rendered = self._render(
-            [{"role": t.role, "content": self._content(t, mark)} for t in turns]
+            [self._message(turn, mark) for turn in turns],
+            [self._shielded(tool.definition, mark) for tool in listed],
         )
         ids, slots = self._encode(rendered, mark)
         wanted = [kind for turn in turns for kind in turn.modalities]
@@ -168,6 +181,31 @@ class ChatTokenizer:
         """
         return bytes_of_tokens(self._backend, self.vocab_size)
 
+    def _message(self, turn: Turn, mark: str) -> dict[str, Any]:
+        message = {"role": turn.role, "content": self._content(turn, mark)}
+        if turn.calls:
+            message["tool_calls"] = [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": self._shielded(call.arguments, mark),
+                    },
+                }
+                for call in turn.calls
+            ]
+        return message
+
+    def _shielded(self, value: Any, mark: str) -> Any:
+        """JSON with every string in it shielded."""
+        if isinstance(value, str):
+            return self._specials.shield(value, mark)
+        if isinstance(value, Mapping):
+            return {self._shielded(k, mark): self._shielded(v, mark) for k, v in value.items()}
+        if isinstance(value, Sequence):
+            return [self._shielded(v, mark) for v in value]
+        return value
+
     def _content(self, turn: Turn, mark: str) -> Any:
         """Give the turn's content in a form that the template takes, the caller's if it does."""
         shielded = [None if p is None else self._specials.shield(p, mark) for p in turn.parts]
@@ -183,12 +221,16 @@ class ChatTokenizer:
             )
         return "".join(text for text in shielded if text is not None)
 
-    def _render(self, turns: list[dict[str, Any]]) -> str:
+    def _render(self, turns: list[dict[str, Any]], tools: Sequence[Any] = ()) -> str:
         from jinja2 import TemplateError
 
         try:
             rendered = self._tokenizer.apply_chat_template(
-                turns, chat_template=self._template, tokenize=False, add_generation_prompt=True
+                turns,
+                tools=list(tools) or None,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=True,
             )
         except (TemplateError, TypeError, ValueError) as e:
             raise RequestError(f"the chat template refuses these messages: {e}") from e
@@ -203,6 +245,39 @@ class ChatTokenizer:
         except RequestError:
             return False
         return _PROBE in rendered and "'text'" not in rendered
+
+    def _shows_tools(self) -> bool:
+        """Say whether the template lists tools."""
+        function = {"name": _PROBE, "description": "", "parameters": {"type": "object"}}
+        return self._shows_in(
+            [{"role": "user", "content": self._probe_content()}],
+            [{"type": "function", "function": function}],
+        )
+
+    def _shows_calls(self) -> bool:
+        """Say whether the template writes the calls of an assistant's turn."""
+        function = {"name": _PROBE, "arguments": {}}
+        call = {"type": "function", "function": function}
+        empty = self._probe_content()
+        return self._shows_in(
+            [
+                {"role": "user", "content": empty},
+                {"role": "assistant", "content": empty, "tool_calls": [call]},
+                {"role": "tool", "content": empty},
+            ]
+        )
+
+    def _shows_in(self, turns: list[dict[str, Any]], tools: Sequence[Any] = ()) -> bool:
+        if self._template is None:
+            return False
+        try:
+            return _PROBE in self._render(turns, tools)
+        except RequestError:
+            return False
+
+    def _probe_content(self) -> object:
+        """A short content in a form that the template takes."""
+        return "a" if self._takes_strings else [{"type": "text", "text": "a"}]
 
     def _encode(self, rendered: str, mark: str) -> tuple[list[int], list[int]]:
         """Encode a rendering: its ids, and where among them the placeholders are."""

@@ -18,6 +18,7 @@ from jaxmm.host.decodes import Decodes, Done, Found, Gone, wait
 from jaxmm.host.embedded import RowForm, read_embeddings
 from jaxmm.host.identity import caller_identity, parse_caller_hashes, sentinels_for
 from jaxmm.host.item import Item, Modality, Prompt, mark_of
+from jaxmm.host.kept import KeptPicture
 from jaxmm.host.media import Limits, read_content, read_source
 from jaxmm.host.media_map import Known, KnownClip, clip_key, media_key
 from jaxmm.host.placeholders import build_prompt, check_slots, unfold
@@ -83,7 +84,8 @@ class Preparer:
         """Process a request's pictures in parallel.
 
         Args:
-            images: Encoded bytes, paths, PIL images, uint8[H, W, 3] arrays, or `Embeddings`.
+            images: Encoded bytes, paths, PIL images, uint8[H, W, 3] arrays, `Embeddings`, or a
+                `KeptPicture` of any of these.
             min_pixels: Lower pixel limit of this request, within the server's.
             max_pixels: Upper pixel limit of this request, within the server's.
             mm_hashes: Caller's hex hashes, one for each picture.
@@ -222,11 +224,15 @@ class Preparer:
             MediaError: The picture cannot be used, or is not the item's: it has changed.
         """
         pixels = self._processor.limits(min_pixels, max_pixels)
-        content = read_content(source, self._limits)
+        data = source.source if isinstance(source, KeptPicture) else source
+        content = read_content(data, self._limits)
         key = media_key(content, self._processor.fingerprint, pixels, salt)
-        known, features, _ = wait(self._decodes.decode(key, content, pixels, gone))
+        found = wait(self._decodes.decode(key, content, pixels, gone))
+        known, features, _ = found
         if known != Known(item.identity, item.grid_thw, item.num_rows) or features is None:
             raise MediaError("the picture has changed since its request came; send it again")
+        if isinstance(source, KeptPicture):
+            source.take(found)
         return features
 
     def prompt(
@@ -312,12 +318,17 @@ class Preparer:
                 started.append(self._start(image, pixels, salt, gone))
         for index, begun in enumerate(started):
             with _naming("image", index, len(images)):
-                found.append(wait(begun) if isinstance(begun, Future) else begun)
+                one = wait(begun) if isinstance(begun, Future) else begun
+                if isinstance(image := images[index], KeptPicture):
+                    image.take(one)
+                found.append(one)
         return found
 
     def _start(
         self, image: Any, pixels: tuple[int, int], salt: str, gone: Gone | None
     ) -> Found | Future[Done]:
+        if isinstance(image, KeptPicture):
+            return image.found or self._start(image.source, pixels, salt, gone)
         if isinstance(image, Embeddings):
             return read_embeddings(image, self._row_form)
         content = read_content(image, self._limits)

@@ -97,6 +97,11 @@ class Stored:
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
 
+    def tensor_dtypes(self) -> set[str]:
+        """Names of the types that its tensors have in the files, such as "BF16"."""
+        sources = (self.sources[tensor.name] for tensor in self.parameter.tensors)
+        return {str(self.files[path].get_slice(name).get_dtype()) for name, path in sources}
+
     def read(self, block: Block | None = None) -> npt.NDArray[Any]:
         """Read and cast a block into one new array; None: all of it."""
         bounds = [(0, n) for n in self.shape]

@@ -106,12 +106,13 @@ def kv_update(
     wanted = max(round_up(T, tile), rows + tile)
     if wanted > T:
         new_TY = jnp.pad(new_TY, ((0, wanted - T), (0, 0)))
-    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    # the pool by name, else XLA may fetch all of a small one into VMEM before the call
+    either, hbm = (pl.BlockSpec(memory_space=space) for space in (pl.ANY, pltpu.HBM))
     pages: Array = pl.pallas_call(
         _kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
-            in_specs=[hbm, hbm],
+            in_specs=[either, hbm],
             out_specs=hbm,
             scratch_shapes=[
                 pltpu.VMEM((DEPTH, rows + tile, K * J), pages_PKSJ.dtype),

@@ -66,7 +66,7 @@ def decode_attention(
     rows = tile_rows(pages_PKSJ.dtype)
     n = block_pages or block_pages_of(pages_PKSJ, page_table_BQ.shape[1])
     kernel = functools.partial(_decode_kernel, window=window, soft_cap=soft_cap)
-    vmem, hbm = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
+    vmem, hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.VMEM, pltpu.HBM))
     out, pages = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -7,7 +7,8 @@ has tokens in it. The grid walks the visits once for each KV head:
       q[T, K·G·C]      ──▶ block [tile, G·C] of this head; stays while the tile stays
       pages[P,K,S,J]   ──a DMA a page──▶ ring[2, page, 1, S, J]: one block of keys ahead
       per query head g: scores [tile, keys] ─▶ maximum, 2^x, sum ─▶ acc[g, tile, C]
-      out[T, K·G·C]    ◀── acc / sum, at the last visit of the tile
+      out[T, K·G·C]    ◀── acc / sum, at the last visit of the tile; rows that were decoded are
+                           copied from the block of `decoded` instead
 
 Blocks of keys behind the last query or before the window are never read; only blocks that hold the
 diagonal, the window's edge or a neighbour's rows are masked, and of those that end in their first
@@ -87,6 +88,8 @@ def extend_attention(
     length_B: Int32[Array, " B"],
     page_table_BQ: Int32[Array, "B Q"],
     visits: Visits,
+    num_decode: Int32[Array, ""],
+    decoded_BX: Float[Array, "B X"] | None,
     *,
     channels: int,
     tile: int = TILE,
@@ -104,6 +107,8 @@ def extend_attention(
         length_B: KV tokens of each sequence after the step.
         page_table_BQ: The pages of each sequence, in order.
         visits: `plan_visits` of the same sequences and tile.
+        num_decode: Rows of the step that are in `decoded_BX` already, its first ones.
+        decoded_BX: Their outputs; None: there are none.
         channels: Lanes of one query head (`layout.query_lanes`).
         tile: Query tokens of one tile; T is a multiple of it.
         window: Keys that a query sees at most, itself included; None: all.
@@ -111,20 +116,29 @@ def extend_attention(
         block_pages: Pages of one block; None: `BLOCK_KEYS` keys.
 
     Returns:
-        Outputs in the order of q; zero for tokens of no extending sequence.
+        Outputs in the order of q, those decoded included; zero for tokens of no sequence.
     """
     X = q_TX.shape[1]
     _, K, S, J = pages_PKSJ.shape
     G = X // K // channels
     n = block_pages or max(S, BLOCK_KEYS) // S
+    if decoded_BX is None:
+        num_decode, decoded_BX = jnp.zeros_like(num_decode), jnp.zeros((0, X), q_TX.dtype)
+    padding = -decoded_BX.shape[0] % tile if decoded_BX.shape[0] else tile
+    decoded_BX = jnp.pad(decoded_BX, ((0, padding), (0, 0)))
+    last_decoded = decoded_BX.shape[0] // tile - 1
     block = pl.BlockSpec((tile, X // K), lambda k, v, tile_V, *_: (tile_V[v], k))
+    decoded = pl.BlockSpec(
+        (tile, X // K), lambda k, v, tile_V, *_: (jnp.minimum(tile_V[v], last_decoded), k)
+    )
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     kernel = functools.partial(_extend_kernel, num_heads=K, window=window, soft_cap=soft_cap)
     out: Array = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=6,
+            num_scalar_prefetch=7,
             grid=(K, visits.limits[0]),
-            in_specs=[block, pl.BlockSpec(memory_space=pl.ANY)],
+            in_specs=[block, decoded, hbm],
             out_specs=block,
             scratch_shapes=[
                 pltpu.VMEM((RING, n, 1, S, J), pages_PKSJ.dtype),
@@ -142,7 +156,16 @@ def extend_attention(
             disable_bounds_checks=True,
         ),
         name="extend_attention",
-    )(*visits, start_B1, length_B, page_table_BQ.reshape(-1), q_TX, pages_PKSJ)
+    )(
+        *visits,
+        num_decode.reshape(1),
+        start_B1,
+        length_B,
+        page_table_BQ.reshape(-1),
+        q_TX,
+        decoded_BX,
+        pages_PKSJ,
+    )
     return out
 
 
@@ -150,10 +173,12 @@ def _extend_kernel(
     tile_V: Any,
     sequence_V: Any,
     limits: Any,
+    num_decode: Any,
     start_B1: Any,
     length_B: Any,
     table_BQ: Any,
     q_TX: Any,
+    decoded_TX: Any,
     pages_hbm: Any,
     out_TX: Any,
     ring: Any,
@@ -273,6 +298,9 @@ def _extend_kernel(
 
     @pl.when((visit == end - 1) | (tile_V[visit] != tile_V[jnp.minimum(visit + 1, end - 1)]))
     def finish_tile() -> None:
+        row = lax.broadcasted_iota(jnp.int32, (tile, C), 0) + tile_V[visit] * tile
         for g in range(G):
+            head = slice(g * C, (g + 1) * C)
             out = softmax.normalise(sum_GTL[g], acc_GTC[g])
-            out_TX[:, g * C : (g + 1) * C] = out.astype(out_TX.dtype)
+            old = decoded_TX[:, head].astype(jnp.float32)
+            out_TX[:, head] = jnp.where(row < num_decode[0], old, out).astype(out_TX.dtype)

@@ -3,8 +3,8 @@
 Three calls, each doing one thing well, chained through the pool so that it is updated in place:
 
     kv_update ──▶ decode_attention ──▶ extend_attention
-    rows of       one row a sequence,   tiles of the runs
-    the runs      writes its own row
+    rows of       one row a sequence,   tiles of the runs,
+    the runs      writes its own row    takes over decoded rows
 
 A step without extends is one call; one without decodes, two.
 """
@@ -118,7 +118,7 @@ def ragged_paged_attention(
         ValueError: Shapes that the kernels cannot take.
     """
     _check(q_TX, new_TY, pages_PKSJ, page_table_BQ, channels, max_decode, extends)
-    out_TX = jnp.zeros_like(q_TX)
+    decoded_BX = None
     if extends is not None:
         pages_PKSJ = kv_update(new_TY, pages_PKSJ, extends.updates)
     if max_decode:
@@ -133,23 +133,23 @@ def ragged_paged_attention(
             window=window,
             soft_cap=soft_cap,
         )
-    if extends is not None:
-        out_TX = extend_attention(
-            q_TX,
-            pages_PKSJ,
-            start_B1,
-            length_B,
-            page_table_BQ,
-            extends.visits,
-            channels=channels,
-            tile=query_tile(q_TX.shape[0]),
-            window=window,
-            soft_cap=soft_cap,
-        )
-    if max_decode:
-        mine = jnp.arange(max_decode)[:, None] < num_decode
-        head_BX = jnp.where(mine, decoded_BX, out_TX[:max_decode])
-        out_TX = out_TX.at[:max_decode].set(head_BX)
+    if extends is None:
+        assert decoded_BX is not None, "checked above"
+        return jnp.pad(decoded_BX, ((0, q_TX.shape[0] - max_decode), (0, 0))), pages_PKSJ
+    out_TX = extend_attention(
+        q_TX,
+        pages_PKSJ,
+        start_B1,
+        length_B,
+        page_table_BQ,
+        extends.visits,
+        num_decode,
+        decoded_BX,
+        channels=channels,
+        tile=query_tile(q_TX.shape[0]),
+        window=window,
+        soft_cap=soft_cap,
+    )
     return out_TX, pages_PKSJ
 
 

@@ -115,7 +115,8 @@ def scatter_rows(
             f"{arena_RZ4J.dtype}{list(arena_RZ4J.shape)} do not fit (see layout)"
         )
     tile = token_tile(T)
-    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    # by name, else XLA may fetch a whole arena into VMEM before the call
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     out: Array = pl.pallas_call(
         functools.partial(_kernel, level=level, add=add),
         grid_spec=pltpu.PrefetchScalarGridSpec(

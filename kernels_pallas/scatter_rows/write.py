@@ -26,12 +26,12 @@ def write_rows(
         rows_MZ4J: Packed rows (`layout.pack_rows`).
         slot_M: Slots, each at most once; one that several rows share gets any of them, or a mix.
     """
-    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    either, hbm = (pl.BlockSpec(memory_space=space) for space in (pl.ANY, pltpu.HBM))
     out: Array = pl.pallas_call(
         _kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            in_specs=[hbm, hbm],
+            in_specs=[either, hbm],
             out_specs=hbm,
             scratch_shapes=[pltpu.SemaphoreType.DMA],
         ),

@@ -1,23 +1,21 @@
 """After any workload everything is given back: pages, rows, slots, features, worker memory."""
 
-import gc
-import os
+import contextlib
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxmm.engine import Engine
-from jaxmm.errors import JaxmmError
+from jaxmm.errors import JaxmmError, MediaError
 from jaxmm.request import Delta
+from jaxmm.session import Session
 from tests.engines import (
     ask,
     engine,
     make_engine,
-    on_loop,
     pages_left,
     picture,
     png,
@@ -25,50 +23,12 @@ from tests.engines import (
     scheduling,
     turn,
 )
+from tests.held import quiet
 
 NUM_REQUESTS = 1000
 PICTURES = [png(picture(28 * (2 + i % 4), 28 * (2 + i % 3), i)) for i in range(10)]
 BROKEN = PICTURES[0][:60]
 WORDS = ("what", "is", "in", "the", "picture", "and", "how", "many", "cats", "house")
-
-
-def held(on: Engine) -> dict[str, Any]:
-    """Everything that a request can hold on to, counted on the engine's thread."""
-    parts, scheduler = on._parts, on.scheduler
-
-    def count() -> dict[str, Any]:
-        return {
-            "free pages": parts.pool.num_free,
-            "cached pages": parts.prefix_cache.num_pages,
-            "free rows": parts.arena.num_free,
-            "slots": scheduler._residency.num_slots,
-            "running": scheduler.num_running,
-            "waiting": scheduler.num_waiting,
-            "has work": scheduler.has_work,
-            "answers": len(on._loop._answers),
-            "preparing": len(on._intake._preparing),
-            "steps": len(on._loop._pending),
-            "inbox": on._loop._inbox.qsize(),
-            "known files": len(parts.media_map),
-            "decodes": parts.decodes.num_running,
-            "features": parts.decodes.num_held,
-            "threads": threading.active_count(),
-            "descriptors": len(os.listdir("/proc/self/fd")),
-            "shared maps": Path("/proc/self/maps").read_text().count("jaxmm-decode"),
-        }
-
-    return on_loop(on, count)
-
-
-def quiet(on: Engine) -> dict[str, Any]:
-    """What an idle engine with empty caches holds."""
-    deadline = time.monotonic() + 60
-    while on.scheduler.has_work or on._intake._preparing or on._parts.decodes.num_running:
-        assert time.monotonic() < deadline, "work is left"
-        time.sleep(0.01)
-    on.flush_caches()
-    gc.collect()
-    return held(on)
 
 
 def random_request(rng: np.random.Generator) -> Any:
@@ -123,6 +83,21 @@ class Caller:
             self._abort()
 
 
+def talk(on: Engine, chats: list[Session], rng: np.random.Generator) -> None:
+    """A turn of one of the conversations, left early, bad, or to its end."""
+    index = int(rng.integers(len(chats)))
+    if len(chats[index].messages) > 5:
+        chats[index].close()
+        chats[index] = on.session(expire_seconds=float(rng.choice([0.0, 0.1, 60.0])))
+    pictures = [PICTURES[int(rng.integers(len(PICTURES)))]]
+    images = ([], pictures, [BROKEN])[int(rng.choice(3, p=(0.5, 0.4, 0.1)))]
+    stream = chats[index].send("what is it", images, stream=True, max_tokens=5)
+    with contextlib.suppress(MediaError):
+        for _ in zip(range(int(rng.integers(1, 9))), stream, strict=False):
+            pass
+    stream.close()
+
+
 @pytest.mark.slow
 def test_thousand_random_requests_with_random_aborts_leave_nothing_behind() -> None:
     on, rng = engine("qwen2_vl"), np.random.default_rng(3)
@@ -141,13 +116,18 @@ def test_thousand_random_requests_with_random_aborts_leave_nothing_behind() -> N
         room.release()
 
     with pages_left(on, 30), scheduling(on, reserve_tokens=0):
-        for _ in range(NUM_REQUESTS):
+        chats = [on.session() for _ in range(3)]
+        for i in range(NUM_REQUESTS):
+            if i % 20 == 0:
+                talk(on, chats, rng)
             room.acquire(timeout=60)
             abort_at = int(rng.integers(0, 6)) if rng.random() < 0.4 else None
             Caller(on, random_request(rng), abort_at, ended)
         deadline = time.monotonic() + 60
         while len(outcomes) < NUM_REQUESTS and time.monotonic() < deadline:
             time.sleep(0.01)
+        for chat in chats:
+            chat.close()
         quiet(on)
     assert len(outcomes) == NUM_REQUESTS
     assert min(outcomes.count(how) for how in ("abort", "error", "finish")) > 5

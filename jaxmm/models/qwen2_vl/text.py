@@ -11,7 +11,7 @@ from jaxmm.device.image_rows import ImageRows
 from jaxmm.device.kv import KVPages, PagedAttention
 from jaxmm.device.linear import linear
 from jaxmm.device.norms import rms_norm
-from jaxmm.device.rope import Rope, rotate
+from jaxmm.device.rope import Rope
 from jaxmm.models.config import TextConfig
 
 
@@ -40,15 +40,11 @@ class TextLayer(nnx.Module):
     ) -> tuple[Float[Array, "T D"], Float[Array, "P ..."]]:
         """One layer; returns the residual and the layer's pages with the step's KV written."""
         config = self.config
-        t, h, k = len(hidden_TD), config.num_heads, config.num_kv_heads
         with jax.named_scope("attention"):
             x_TD = rms_norm(hidden_TD, self.attn_norm_D[...], config.rms_eps)
             qkv_TO = linear(x_TD, self.qkv_OD[...], self.qkv_O[...])
-            qkv_TKXC = qkv_TO.reshape(t, k, h // k + 2, config.head_channels)
-            q_THC = rotate(qkv_TKXC[:, :, :-2].reshape(t, h, -1), rope)
-            k_TKC = rotate(qkv_TKXC[:, :, -2], rope)
-            attended_THC, pages = attention(q_THC, k_TKC, qkv_TKXC[:, :, -1], pages)
-            hidden_TD += linear(attended_THC.reshape(t, -1), self.out_DO[...])
+            attended_TO, pages = attention(qkv_TO, rope, pages, channels=config.head_channels)
+            hidden_TD += linear(attended_TO, self.out_DO[...])
         with jax.named_scope("mlp"):
             x_TD = rms_norm(hidden_TD, self.mlp_norm_D[...], config.rms_eps)
             hidden_TD += gated_mlp(x_TD, self.gate_up_2FD[...], self.down_DF[...])

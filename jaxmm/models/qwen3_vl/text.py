@@ -12,9 +12,10 @@ from jaxmm.device.image_rows import ImageRows
 from jaxmm.device.kv import KVPages, PagedAttention
 from jaxmm.device.linear import linear
 from jaxmm.device.norms import rms_norm
-from jaxmm.device.rope import Rope, rotate
+from jaxmm.device.rope import Rope
 from jaxmm.models.config import TextConfig
 from jaxmm.models.qwen2_vl.text import gated_mlp
+from kernels_pallas.rotate_heads import Norms
 
 
 class TextLayer(nnx.Module):
@@ -41,26 +42,21 @@ class TextLayer(nnx.Module):
         attention: PagedAttention,
     ) -> tuple[Float[Array, "T D"], Float[Array, "P ..."]]:
         """One layer; returns the residual and the layer's pages with the step's KV written."""
-        eps = self.config.rms_eps
-        with jax.named_scope("attention"):
-            x_TD = rms_norm(hidden_TD, self.attn_norm_D[...], eps)
-            attended_THC, pages = attention(*self._heads(x_TD, rope), pages)
-            hidden_TD += linear(attended_THC.reshape(len(x_TD), -1), self.out_DO[...])
-        with jax.named_scope("mlp"):
-            hidden_TD += self.mlp(rms_norm(hidden_TD, self.mlp_norm_D[...], eps))
-        return hidden_TD, pages
-
-    def _heads(
-        self, x_TD: Float[Array, "T D"], rope: Rope
-    ) -> tuple[Float[Array, "T H C"], Float[Array, "T K C"], Float[Array, "T K C"]]:
-        """Rotated queries, rotated keys, values."""
         config = self.config
-        t, h, k, eps = len(x_TD), config.num_heads, config.num_kv_heads, config.rms_eps
-        qkv_TO = linear(x_TD, self.qkv_OD[...])
-        qkv_TKXC = qkv_TO.reshape(t, k, h // k + 2, config.head_channels)
-        q_THC = rms_norm(qkv_TKXC[:, :, :-2].reshape(t, h, -1), self.q_norm_C[...], eps)
-        k_TKC = rms_norm(qkv_TKXC[:, :, -2], self.k_norm_C[...], eps)
-        return rotate(q_THC, rope), rotate(k_TKC, rope), qkv_TKXC[:, :, -1]
+        with jax.named_scope("attention"):
+            x_TD = rms_norm(hidden_TD, self.attn_norm_D[...], config.rms_eps)
+            attended_TO, pages = attention(
+                linear(x_TD, self.qkv_OD[...]),
+                rope,
+                pages,
+                channels=config.head_channels,
+                norms=Norms(self.q_norm_C[...], self.k_norm_C[...]),
+                eps=config.rms_eps,
+            )
+            hidden_TD += linear(attended_TO, self.out_DO[...])
+        with jax.named_scope("mlp"):
+            hidden_TD += self.mlp(rms_norm(hidden_TD, self.mlp_norm_D[...], config.rms_eps))
+        return hidden_TD, pages
 
 
 class Mlp(nnx.Module):

@@ -1,0 +1,106 @@
+"""Rotary positions for an encoder's fused projection, whose heads need not fill registers. Traced.
+
+    grid (tile of patches, group of heads)
+      qkv[N, 3·H·C] ──▶ three blocks [tile, W]: queries, keys, values of the group's heads
+      cos, sin      ──▶ block [tile, C] float32; stays while the tile stays
+      x · cos + (x turned by half a head) · sin, all heads of the group side by side
+      q, k[N, H·C]  ◀── or, heads first, q, k, v[H, N, C]
+
+A group is the least number of heads that fill whole registers (8 of 80 channels). To turn a head by
+half is two lane rotations of the whole group and a choice between them.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from kernels_pallas.tiling import LANES
+
+TILE = 256
+"""Patches of a grid step."""
+
+
+def takes_packed(num_heads: int, channels: int) -> bool:
+    """Whether the heads divide into groups that fill registers."""
+    return num_heads * channels % math.lcm(channels, LANES) == 0 and channels % 2 == 0
+
+
+def rotate_packed(
+    qkv_NO: Float[Array, "N O"],
+    cos_NC: Float[Array, "N C"],
+    sin_NC: Float[Array, "N C"],
+    *,
+    scale: float,
+    heads_first: bool,
+) -> tuple[Float[Array, "..."], ...]:
+    """Rotate queries and keys.
+
+    Args:
+        qkv_NO: Queries, keys, values, each with its heads side by side.
+        cos_NC: float32, both halves of a head alike.
+        sin_NC: float32, negative in the first half.
+        scale: What queries are multiplied by besides.
+        heads_first: Give [H, N, C].
+
+    Returns:
+        Queries and keys [N, H · C]; or queries, keys and values [H, N, C].
+
+    Raises:
+        ValueError: `takes_packed` says no.
+    """
+    (N, width), (_, C) = qkv_NO.shape, cos_NC.shape
+    lanes, heads = math.lcm(C, LANES), width // 3 // C
+    if not takes_packed(heads, C):
+        raise ValueError(f"{heads} heads of {C} channels do not fill registers of {LANES}")
+    tile, groups = math.gcd(N, TILE), width // 3 // lanes
+
+    def part(p: int) -> pl.BlockSpec:
+        return pl.BlockSpec((tile, lanes), lambda i, g: (i, p * groups + g))
+
+    table = pl.BlockSpec((tile, C), lambda i, g: (i, 0))
+    if heads_first:
+        out = pl.BlockSpec((lanes // C, tile, C), lambda i, g: (g, i, 0))
+        shape = jax.ShapeDtypeStruct((heads, N, C), qkv_NO.dtype)
+    else:
+        out = part(0)
+        shape = jax.ShapeDtypeStruct((N, width // 3), qkv_NO.dtype)
+    parts = 3 if heads_first else 2
+    rotated: tuple[Array, ...] = pl.pallas_call(
+        functools.partial(_kernel, scale=scale),
+        grid=(N // tile, groups),
+        in_specs=[table, table, *(part(p) for p in range(parts))],
+        out_specs=(out,) * parts,
+        out_shape=(shape,) * parts,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        name="rotate_packed",
+    )(cos_NC, sin_NC, *[qkv_NO] * parts)
+    return rotated
+
+
+def _kernel(cos: Any, sin: Any, *refs: Any, scale: float) -> None:
+    inputs, outputs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
+    C, lanes = cos.shape[1], inputs[0].shape[1]
+    cos_TX, sin_TX = (jnp.concatenate([x[...]] * (lanes // C), axis=1) for x in (cos, sin))
+    first = lax.rem(lax.broadcasted_iota(jnp.int32, cos_TX.shape, 1), C) < C // 2
+
+    def rotate(x: Any, factor: float) -> Any:
+        x = x.astype(jnp.float32)
+        ahead, behind = pltpu.roll(x, lanes - C // 2, 1), pltpu.roll(x, C // 2, 1)
+        y = x * cos_TX + jnp.where(first, ahead, behind) * sin_TX
+        return y if factor == 1.0 else y * factor
+
+    for p, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
+        y = x[...] if p == 2 else rotate(x[...], scale if p == 0 else 1.0)
+        y = y.astype(out.dtype)
+        if len(out.shape) == 2:
+            out[...] = y
+        else:
+            for h in range(lanes // C):
+                out[h] = y[:, h * C : (h + 1) * C]

@@ -1,0 +1,114 @@
+"""One connection of a client, and what it may cost before there is a request. Host only."""
+
+import asyncio
+import logging
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+logger = logging.getLogger(__name__)
+
+HEAD_SECONDS = 10.0
+"""Time for the head of a request, from the connection or from the first byte after another."""
+MAX_HEAD_BYTES = 64 << 10
+"""Request line and headers together."""
+LINGER_SECONDS = 5.0
+"""Time that a client may go on sending a body whose request has been answered: it may not read
+the answer before it has sent everything."""
+STALL_SECONDS = 60.0
+"""Time that a client may take to read when what it has been sent has filled all buffers."""
+MAX_CONNECTIONS = 8192
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol with limits of its own: it waits for a head for ever, of any size."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
+    _num_heads = 0
+    _num_head_bytes = 0
+    _in_head = True
+
+    def connection_made(self, transport: Any) -> None:
+        """Take a connection, or close it where there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            logger.warning("connection refused open=%d", len(self.connections))
+            transport.abort()
+            return
+        self._close_after(HEAD_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._stop_timer()
+        self._stop_stalled()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what came; a head that grows too large is answered with 400."""
+        if self._in_head and self._timer is None:
+            self._close_after(HEAD_SECONDS)
+        before = self._in_head, self._num_heads
+        super().data_received(data)
+        if before == (True, self._num_heads) and not self.transport.is_closing():
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self._stop_timer()
+                self.send_400_response(f"The head is larger than {MAX_HEAD_BYTES} bytes.")
+
+    def on_headers_complete(self) -> None:
+        """Begin a request."""
+        self._in_head = False
+        self._num_heads += 1
+        self._num_head_bytes = 0
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The body is complete; what follows is the head of the next request."""
+        self._in_head = True
+        if self.cycle.response_complete:
+            self._close_after(self.timeout_keep_alive)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The answer is sent; a body that still comes is thrown away, for a while."""
+        super().on_response_complete()
+        if not self._in_head and not self.transport.is_closing():
+            self._close_after(LINGER_SECONDS)
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than it is answered, or not at all."""
+        super().pause_writing()
+        self._stop_stalled()
+        self._stalled = self.loop.call_later(STALL_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        self._stop_stalled()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """No request has followed."""
+        self._close()
+
+    def _close_after(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self._close)
+
+    def _close(self) -> None:
+        """Close after what is still to be sent, but do not wait for a client that reads nothing."""
+        self._stop_timer()
+        if not self.transport.is_closing():
+            self.transport.close()
+            self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _stop_stalled(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None

@@ -1,0 +1,126 @@
+"""A connection that sends no request, or no end of one, does not live for ever."""
+
+import contextlib
+import json
+import socket
+import time
+
+import pytest
+
+from serving import connection
+from tests.fakes import FakeEngine
+from tests.serving.conftest import ASK, post, running
+
+PATIENCE_SECONDS = 15
+BODY = json.dumps({"messages": ASK}).encode()
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\n"
+WHOLE = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch):
+    """Seconds as fractions of one."""
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "LINGER_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "STALL_SECONDS", 0.5)
+
+
+@contextlib.contextmanager
+def connected(url):
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as client:
+        yield client
+
+
+def read_to_end(client):
+    """What the server sends until it closes the connection."""
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while data := client.recv(65536):
+            received += data
+    return received
+
+
+def drip(client, piece, seconds_between):
+    """Send the same again and again until the server closes; give the seconds that took."""
+    start = time.monotonic()
+    with contextlib.suppress(ConnectionError):
+        while time.monotonic() - start < PATIENCE_SECONDS:
+            client.sendall(piece)
+            time.sleep(seconds_between)
+    return time.monotonic() - start
+
+
+def test_a_connection_without_a_request_is_closed(url):
+    with connected(url) as client:
+        assert read_to_end(client) == b""
+
+
+def test_a_head_that_comes_byte_by_byte_is_given_up(url):
+    with connected(url) as client:
+        client.sendall(HEAD)
+        assert drip(client, b"a", 0.05) < PATIENCE_SECONDS
+
+
+def test_a_head_without_end_is_refused_by_its_size(url):
+    with connected(url) as client:
+        client.sendall(HEAD + b"x-long: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(100):
+                client.sendall(b"a" * 10_000)
+                time.sleep(0.002)
+        answer = read_to_end(client)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 400")  # a reset may eat the answer
+
+
+def test_requests_one_after_the_other_are_answered_however_their_bytes_are_cut(url):
+    for size in (7, 100, 10_000):
+        with connected(url) as client:
+            for _ in range(3):
+                for start in range(0, len(WHOLE), size):
+                    client.sendall(WHOLE[start : start + size])
+                    if size < 10_000:
+                        time.sleep(0.001)
+                answer = b""
+                while b"chat.completion" not in answer:
+                    answer += client.recv(65536)
+                assert answer.startswith(b"HTTP/1.1 200")
+
+
+def test_requests_sent_together_are_answered_in_turn(url):
+    with connected(url) as client:
+        client.sendall(WHOLE * 3)
+        answers = b""
+        while answers.count(b'"chat.completion"') < 3:
+            answers += client.recv(65536)
+        assert answers.count(b"HTTP/1.1 200") == 3
+
+
+def test_a_body_that_goes_on_after_its_answer_is_cut_off(url):
+    with connected(url) as client:
+        client.sendall(HEAD + b"content-length: 99999999999\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 413")
+        assert drip(client, b" " * 1000, 0.02) < PATIENCE_SECONDS
+
+
+def test_a_head_of_many_headers_within_the_limit_is_taken(url):
+    headers = b"".join(b"x-%d: %s\r\n" % (i, b"a" * 100) for i in range(400))
+    with connected(url) as client:
+        client.sendall(HEAD + headers + b"content-length: %d\r\n\r\n" % len(BODY) + BODY)
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+    assert post(url, BODY).status_code == 200
+
+
+def test_a_client_that_reads_nothing_is_cut_off_and_its_request_aborted(tokenizer):
+    """20 logprobs a token fill every buffer between the two."""
+    engine = FakeEngine(tokenizer)
+    body = {"messages": ASK, "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+    body = json.dumps(body | {"logprobs": True, "top_logprobs": 20}).encode()
+    with running(engine) as url, connected(url) as client:
+        client.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not engine.aborted and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert engine.aborted and not engine.running
+        assert engine.num_tokens < 100_000
+        assert post(url, BODY).status_code == 200

@@ -1,0 +1,69 @@
+"""The event loop is not held up by pictures, however large; and the probe sees when it is."""
+
+import asyncio
+import base64
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import uvicorn
+
+from serving.config import ServerConfig
+from serving.lag import BUSY_SECONDS, LagProbe
+from serving.main import uvicorn_config
+from tests.fakes import FakeEngine
+from tests.serving.conftest import listening, post
+
+PICTURE_BYTES = 2 << 20
+"""A photograph of 1536 x 2170 as JPEG of the best quality."""
+
+
+def measured(work):
+    """What a probe sees while `work` runs in its loop."""
+
+    async def run():
+        probe = LagProbe()
+        probing = asyncio.create_task(probe.run())
+        await asyncio.sleep(0.03)
+        probe.take()
+        await work()
+        await asyncio.sleep(0.03)
+        probing.cancel()
+        return probe.take()
+
+    return asyncio.run(run())
+
+
+def test_a_callback_that_computes_shows_as_lag_and_as_busy():
+    async def compute():
+        end = time.thread_time() + 0.1
+        while time.thread_time() < end:
+            pass
+
+    lag, busy = measured(compute)
+    assert lag >= 0.08 and busy >= 0.1
+
+
+def test_a_callback_that_waits_shows_as_lag_alone():
+    async def wait():
+        time.sleep(0.1)
+
+    lag, busy = measured(wait)
+    assert lag >= 0.08 and busy < 0.05
+
+
+def test_four_large_pictures_in_every_request_hold_the_loop_for_less_than_the_limit(tokenizer):
+    """Processor time of the loop's own thread: what a busy machine adds is not counted."""
+    picture = "data:image/png;base64," + base64.b64encode(os.urandom(PICTURE_BYTES)).decode()
+    parts = [{"type": "image_url", "image_url": {"url": picture}}] * 4
+    body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
+    config = uvicorn_config(FakeEngine(tokenizer), ServerConfig())
+    with listening(uvicorn.Server(config)) as url:
+        assert post(url, body).status_code == 200
+        config.app.state.lag.take()
+        with ThreadPoolExecutor(3) as clients:
+            answers = list(clients.map(lambda _: post(url, body), range(9)))
+        assert {answer.status_code for answer in answers} == {200}
+        _, busy = config.app.state.lag.take()
+    assert busy < BUSY_SECONDS
