@@ -198,7 +198,7 @@ class Intake:
     def _media(self, entry: "_Entry", is_video: npt.NDArray[np.bool_]) -> list[Item | PreparedClip]:
         """A request's images and videos in the order of their places."""
         request, preparer = entry.request, self._parts.preparer
-        preparer.check_count(len(is_video), "images and videos")
+        preparer.check_count(len(is_video), "images and videos" if is_video.any() else "images")
         hashes = _split_hashes(request.mm_hashes, is_video)
         common: dict[str, Any] = {
             "max_pixels": request.max_pixels,
