@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from jaxmm.config import EngineConfig, load_config
     from jaxmm.engine import Engine
     from jaxmm.errors import JaxmmError
+    from jaxmm.host.grammar import json_grammar
     from jaxmm.request import Completion, Delta, Embeddings, Request, Result, SamplingParams, Usage
+    from jaxmm.session import Session
     from jaxmm.start import default_model
 
 __version__ = "0.1.0"
@@ -26,12 +28,14 @@ _HOMES = {
     "load_config": "jaxmm.config",
     "Engine": "jaxmm.engine",
     "JaxmmError": "jaxmm.errors",
+    "json_grammar": "jaxmm.host.grammar",
     "Completion": "jaxmm.request",
     "Delta": "jaxmm.request",
     "Embeddings": "jaxmm.request",
     "Request": "jaxmm.request",
     "Result": "jaxmm.request",
     "SamplingParams": "jaxmm.request",
+    "Session": "jaxmm.session",
     "Usage": "jaxmm.request",
     "default_model": "jaxmm.start",
 }
@@ -46,10 +50,12 @@ __all__ = [
     "Request",
     "Result",
     "SamplingParams",
+    "Session",
     "Usage",
     "agenerate",
     "default_model",
     "generate",
+    "json_grammar",
     "load_config",
 ]
 

@@ -18,8 +18,10 @@ from operator import attrgetter
 from jaxmm.errors import Overloaded, RequestError
 from jaxmm.host.arena import Arena
 from jaxmm.host.item import Item
+from jaxmm.host.kept import Keep
 from jaxmm.host.limits import SchedulerConfig, check_fits, output_limit
 from jaxmm.host.page_pool import PagePool
+from jaxmm.host.pins import Pins
 from jaxmm.host.plan import Draft, Plan
 from jaxmm.host.prefix_cache import PrefixCache
 from jaxmm.host.residency import Residency
@@ -52,6 +54,8 @@ class SchedulerCounters:
     """Of sequences admitted, each counted once."""
     cached_tokens: int = 0
     """Of `prompt_tokens`, read from the prefix cache."""
+    output_tokens: int = 0
+    """Sampled and read."""
     retracts: int = 0
     finished: int = 0
     aborted: int = 0
@@ -68,7 +72,8 @@ class Scheduler:
         self._pool = pool
         self._cache = prefix_cache
         self._arena = arena
-        self._residency = Residency(pool, prefix_cache, arena, config.max_running)
+        self.pins = Pins(prefix_cache, config.max_pinned_pages, config.max_sessions)
+        self._residency = Residency(pool, prefix_cache, self.pins, arena, config.max_running)
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # in order of arrival
         self._extended: list[Sequence] = []  # by the last plan
@@ -87,6 +92,13 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """Sequences wait for tokens that were sampled and not read, and no other could decode."""
+        going = [s for s in self._running if s.num_sampled < s.max_output]
+        awaiting = [s.awaits_token for s in going if s.num_computed >= s.extend_stop]
+        return bool(awaiting) and all(awaiting)
 
     def add(self, *sequences: Sequence) -> None:
         """Queue sequences, all or none: the `n` completions of one request together.
@@ -141,6 +153,7 @@ class Scheduler:
         assert sequence.status is not Status.FINISHED, "a finished sequence gets no tokens"
         assert len(sequence.output_ids) < sequence.num_sampled, "no plan sampled this token"
         sequence.output_ids.append(token_id)
+        self.counters.output_tokens += 1
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence, running or not, and take back everything it holds, at once."""
@@ -162,6 +175,11 @@ class Scheduler:
         """End all sequences of a request that are unfinished; an unknown id is no error."""
         for sequence in list(self._requests.get(request_id, ())):
             self.finish(sequence, "abort")
+
+    def keep(self, sequence: Sequence, keep: Keep) -> None:
+        """Pin what is cached of a finished sequence as the prefix of a conversation."""
+        assert sequence.status is Status.FINISHED, "a running sequence has its pages locked"
+        self.pins.keep(keep, sequence.prefix_key(sequence.num_known))
 
     def provide_features(self, sequence: Sequence, item_index: int, item: Item) -> None:
         """Answer one of `Plan.missing_features`, for all sequences of the same request.
@@ -199,6 +217,8 @@ class Scheduler:
             position += 1
             index = sequence.num_computed
             if index < sequence.extend_stop or sequence.num_sampled >= sequence.max_output:
+                continue
+            if sequence.awaits_token:
                 continue
             if index < len(sequence.pages) * page_size or self._grow(sequence):
                 draft.decode(sequence)
