@@ -115,7 +115,7 @@ def sample_rows(
 
 
 def _argmax(logits_BV: Float[Array, "B V"]) -> Int32[Array, " B"]:
-    """First index of the maximum; on a CPU `jnp.argmax` of whole rows takes twenty times as long."""
+    """First index of the maximum; `jnp.argmax` of whole rows is twenty times slower on a CPU."""
     token_B: Array = lax.platform_dependent(
         logits_BV, cpu=_argmax_by_runs, default=_argmax_by_columns
     )
@@ -123,7 +123,7 @@ def _argmax(logits_BV: Float[Array, "B V"]) -> Int32[Array, " B"]:
 
 
 def _argmax_by_runs(logits_BV: Float[Array, "B V"]) -> Int32[Array, " B"]:
-    """Find the first run of 64 that holds the maximum, then the place in it: one plain reduction."""
+    """The first run of 64 that holds the maximum, then the place in it: one plain reduction."""
     num_rows, vocab_size = logits_BV.shape
     run = math.gcd(vocab_size, 64)
     logits_BXY = logits_BV.reshape(num_rows, vocab_size // run, run)
@@ -133,7 +133,7 @@ def _argmax_by_runs(logits_BV: Float[Array, "B V"]) -> Int32[Array, " B"]:
 
 
 def _argmax_by_columns(logits_BV: Float[Array, "B V"]) -> Int32[Array, " B"]:
-    """Two plain reductions and no gather, which a vocabulary split over chips would have to move."""
+    """Two plain reductions, no gather: that would move the logits where chips share them."""
     num_rows, vocab_size = logits_BV.shape
     lanes = math.gcd(vocab_size, 64)
     logits_BXY = logits_BV.reshape(num_rows, vocab_size // lanes, lanes)
