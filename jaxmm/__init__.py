@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxmm.config import EngineConfig, load_config
     from jaxmm.engine import Engine
     from jaxmm.errors import JaxmmError
+    from jaxmm.host.grammar import json_grammar
     from jaxmm.request import Completion, Delta, Embeddings, Request, Result, SamplingParams, Usage
     from jaxmm.session import Session
     from jaxmm.start import default_model
@@ -27,6 +28,7 @@ _HOMES = {
     "load_config": "jaxmm.config",
     "Engine": "jaxmm.engine",
     "JaxmmError": "jaxmm.errors",
+    "json_grammar": "jaxmm.host.grammar",
     "Completion": "jaxmm.request",
     "Delta": "jaxmm.request",
     "Embeddings": "jaxmm.request",
@@ -53,6 +55,7 @@ __all__ = [
     "agenerate",
     "default_model",
     "generate",
+    "json_grammar",
     "load_config",
 ]
 

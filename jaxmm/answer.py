@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from jaxmm.errors import JaxmmError
 from jaxmm.host.decodes import Gone
 from jaxmm.host.detokenize import Detokenizer
+from jaxmm.host.item import Modality, Prompt
 from jaxmm.host.sequence import Sequence
 from jaxmm.request import Delta, FinishReason, Request, TokenLogprob, Usage
 
@@ -35,7 +36,10 @@ class Answer:
     on_event: OnEvent
     sequences: tuple[Sequence, ...]
     detokenizers: tuple[Detokenizer, ...]
-    eos_ids: Set[int]
+    eos_ids: Tokens[int]
+    """The model's own."""
+    end_ids: Set[int]
+    """Ids that end a completion of this request."""
     gone: Gone
     """Done when the request is aborted."""
     num_open: int = field(init=False)
@@ -60,19 +64,23 @@ class Answer:
         params = request.sampling
         detokenizers = tuple(Detokenizer(token_bytes, special_ids, params.stop) for _ in sequences)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_ids))
-        return cls(request, on_event, sequences, detokenizers, ends, gone)
+        return cls(request, on_event, sequences, detokenizers, eos_ids, ends, gone)
 
     def take(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> Delta:
         """Note a token that the sequence has just got.
 
         Returns:
             What to tell the caller; its `finish_reason` says whether the completion ends here.
+
+        Raises:
+            GrammarError: The request's grammar cannot be followed further.
         """
         detokenizer = self.detokenizers[sequence.index]
-        ends = token_id in self.eos_ids
+        ends = token_id in self.end_ids
         # a stop id that is an ordinary token is not part of the text either
         text, stopped = detokenizer.push(() if ends else (token_id,))
-        reason: FinishReason | None = "stop" if ends or stopped else None
+        ends = ends or stopped or self._completes(sequence, token_id)
+        reason: FinishReason | None = "stop" if ends else None
         if reason is None and sequence.is_full:
             reason = "length"
         if reason is not None and not stopped:
@@ -88,12 +96,24 @@ class Answer:
             usage=self.usage() if reason is not None else None,
         )
 
+    def _completes(self, sequence: Sequence, token_id: int) -> bool:
+        """Whether the output, which this token is the last of, is all that its grammar allows."""
+        if sequence.matcher is None:
+            return False
+        sequence.matcher.take(token_id, sequence.held_back(self.eos_ids))
+        return sequence.matcher.is_complete
+
     def usage(self) -> Usage:
         """Tokens so far, of all completions."""
         prompt = self.sequences[0].prompt
         return Usage(
             prompt_tokens=prompt.num_tokens,
-            image_tokens=sum(item.num_rows for item in prompt.items),
+            image_tokens=_num_rows(prompt, Modality.IMAGE),
+            video_tokens=_num_rows(prompt, Modality.VIDEO),
             cached_tokens=self.sequences[0].num_cached,
             completion_tokens=sum(len(s.output_ids) for s in self.sequences),
         )
+
+
+def _num_rows(prompt: Prompt, modality: Modality) -> int:
+    return sum(item.num_rows for item in prompt.items if item.modality is modality)

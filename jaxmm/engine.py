@@ -14,6 +14,7 @@ from typing import Self
 
 from jaxmm.answer import OnEvent
 from jaxmm.config import EngineConfig
+from jaxmm.cost import Cost
 from jaxmm.errors import EngineStopped, JaxmmError
 from jaxmm.host.kept import Keep
 from jaxmm.intake import Intake
@@ -21,6 +22,7 @@ from jaxmm.loop import Loop
 from jaxmm.request import Delta, Request
 from jaxmm.session import Session
 from jaxmm.start import Parts, build_parts
+from jaxmm.stats import EngineStats, stats_of
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +137,24 @@ class Engine:
         """Give back what a conversation keeps, after its running turn if there is one."""
         keep.closed = True
         self._loop.post(lambda: self.scheduler.pins.drop(keep))
+
+    async def cost(self, request: Request) -> Cost:
+        """Tell what a request would cost now, without running it.
+
+        Raises:
+            RequestError, Overloaded, EngineStopped: As the request itself would.
+        """
+        future = asyncio.wrap_future(self._intake.estimate(request))
+        while not future.done():
+            await asyncio.wait([future], timeout=1.0)
+            if not self.healthy and not future.done():
+                future.cancel()
+                raise self._stopped()
+        return future.result()
+
+    def stats(self) -> EngineStats:
+        """What the engine has done and holds."""
+        return stats_of(self._parts, preparing=self._intake.num_preparing)
 
     def flush_caches(self) -> None:
         """Forget all prefixes, image rows and known pictures that no running request uses.

@@ -8,9 +8,11 @@ JaxmmError
 │   │   └── MediaTooLarge             … because it exceeds a stated limit
 │   ├── PlaceholderError              items and their places in the prompt do not match
 │   ├── PromptTooLong                 more tokens, pages or rows than can ever fit
-│   └── SamplingError                 a sampling parameter outside its range
+│   ├── SamplingError                 a sampling parameter outside its range
+│   └── GrammarError                  a grammar or schema that cannot be followed
 ├── Overloaded (RuntimeError)         the queue is full; the same request may be sent again
 ├── RecompileError (RuntimeError)     a compile after warm-up while on_recompile = "raise"
+├── PeerLost (RuntimeError)           a host of the pod is gone, too slow, or came to other tokens
 └── EngineStopped (RuntimeError)      the engine has been closed or its loop has died
 
 A message says what was given, what the limit is, and what to do.
@@ -53,12 +55,20 @@ class SamplingError(RequestError):
     """A sampling parameter outside its range."""
 
 
+class GrammarError(RequestError):
+    """A grammar or JSON schema that is wrong, too large, or cannot be followed to an end."""
+
+
 class Overloaded(JaxmmError, RuntimeError):
     """The queue of waiting requests is full."""
 
 
 class RecompileError(JaxmmError, RuntimeError):
     """Something was compiled after warm-up while the engine was told to refuse that."""
+
+
+class PeerLost(JaxmmError, RuntimeError):
+    """A host of the pod is gone, too slow, or came to other tokens; the pod ends."""
 
 
 class EngineStopped(JaxmmError, RuntimeError):

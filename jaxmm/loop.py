@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from jaxmm.answer import Answer, tell
 from jaxmm.dispatch import Dispatcher, Pending
-from jaxmm.errors import EngineStopped, JaxmmError
+from jaxmm.errors import EngineStopped, GrammarError, JaxmmError
 from jaxmm.host.item import Item
 from jaxmm.host.kept import Keep
 from jaxmm.host.sequence import Sequence, Status
@@ -126,8 +126,14 @@ class Loop:
         return self._scheduler.has_work and not self._stalled
 
     def _turn(self, load_features: LoadFeatures) -> None:
-        """Dispatch the next step, then read the one before it."""
+        """Dispatch the next step, then read the one before it.
+
+        With grammars alone to decode, the order is the other way round: their next step needs
+        the tokens of this one, and a step with half of them takes as long as one with all.
+        """
         self._scheduler.pins.expire()
+        if self._pending and self._scheduler.awaits_tokens:
+            self._read(self._pending.popleft())
         plan = self._scheduler.plan() if self._plannable else None
         dispatched = False
         if plan is not None:
@@ -148,7 +154,11 @@ class Loop:
                 continue  # it stopped, or was aborted, while this step was on its way
             self._scheduler.append(sequence, token)
             answer = self._answers[sequence.request_id]
-            delta = answer.take(sequence, token, logprob)
+            try:
+                delta = answer.take(sequence, token, logprob)
+            except GrammarError as error:
+                self.fail(sequence, error)
+                continue
             if delta.finish_reason is not None:  # all is given back before anybody hears of it
                 self._scheduler.finish(sequence, delta.finish_reason)
                 self._keep(sequence, answer)

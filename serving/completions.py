@@ -1,9 +1,10 @@
-"""POST /v1/chat/completions: the road of one request through the server. Host only."""
+"""The road of one request for an answer through the server. Host only."""
 
 import asyncio
 import logging
-import uuid
-from collections.abc import AsyncIterator
+import weakref
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -11,77 +12,89 @@ from starlette.types import Receive, Scope, Send
 
 from jaxmm.errors import JaxmmError
 from jaxmm.request import Delta
-from serving.answers import AnswerWriter, event
+from jaxmm.request import Request as EngineRequest
+from serving.answers import Writer, event
+from serving.ask import Ask, Endpoint
 from serving.config import ServerConfig
-from serving.engine import ServedEngine
 from serving.errors import ClientGone, ServerClosing, UnknownModel, error_body
 from serving.fetch import Fetcher
-from serving.protocol import parse_chat_request
+from serving.lifting import Url, lift
+from serving.tenants import Tenant
 from serving.tracing import stage
-from serving.translate import check_num_pictures, image_urls, to_request
-from serving.worker import CLOSING, Pump, while_connected
+from serving.translate import check_num_pictures
+from serving.worker import CLOSING, Pump, Streams, while_connected
 
 logger = logging.getLogger(__name__)
 
 
 class Completions:
-    """Answers chat requests with one engine."""
+    """Answers requests with one engine."""
 
     def __init__(
-        self, engine: ServedEngine, fetcher: Fetcher, config: ServerConfig, model: str
+        self,
+        engine: Streams,
+        fetcher: Fetcher,
+        config: ServerConfig,
+        model: str,
     ) -> None:
         """Take the parts that it needs; `model` is the name that requests use."""
         self._engine = engine
         self._fetcher = fetcher
         self._config = config
         self._model = model
-        self._vocab_size = engine.tokenizer.vocab_size
-        self._token_bytes = engine.tokenizer.token_bytes
+        self._running = weakref.WeakValueDictionary[tuple[Tenant, str], Pump]()
 
-    async def answer(self, http: Request) -> Response:
+    async def answer(self, http: Request, endpoint: Endpoint) -> Response:
         """Answer one HTTP request.
 
         Raises:
             JaxmmError: Nothing has been sent yet; the error is the answer.
         """
-        with stage("receive"):
-            chat = parse_chat_request(await read_body(http))
-        if chat.model not in (None, self._model):
-            raise UnknownModel(f"the model served here is {self._model!r}; see GET /v1/models")
-        urls = image_urls(chat)
-        check_num_pictures(len(urls), self._config.engine.media.max_items)
-        with stage("fetch", images=len(urls)):
-            fetching = self._fetcher.fetch_all(urls, http.state.share.take)
-            pictures = await while_connected(http.receive, fetching)
-        request = to_request(
-            chat,
-            pictures,
-            request_id=f"chatcmpl-{uuid.uuid4().hex}",
-            tenant=http.state.tenant,
-            vocab_size=self._vocab_size,
-            default_max_tokens=self._config.default_max_tokens,
-        )
-        writer = AnswerWriter(
-            chat, answer_id=request.id, model=self._model, token_bytes=self._token_bytes
-        )
-        logger.info("begin answer=%s request=%s", request.id, http.state.request_id)
-        pump = Pump(self._engine, request, self._config.deadline_seconds)
+        ask, requests = await self.prepare(http, endpoint)
+        logger.info("begin answer=%s request=%s", ask.id, http.state.request_id)
+        pump = Pump(self._engine, requests, self._config.deadline_seconds)
+        self._running[http.state.tenant, ask.id] = pump
         try:
             with stage("first token"):
                 first = await while_connected(http.receive, _next(pump))
-            if chat.stream:
-                return EventStream(pump, first, writer)
+            if ask.stream:
+                return EventStream(pump, first, ask.writer)
             deltas = [first, *await while_connected(http.receive, _all(pump))]
         except BaseException:
             await pump.aclose()
             raise
-        return Response(writer.whole(deltas), media_type="application/json")
+        return Response(ask.writer.whole(deltas), media_type="application/json")
+
+    async def prepare(
+        self, http: Request, endpoint: Endpoint
+    ) -> tuple[Ask, tuple[EngineRequest, ...]]:
+        """Read a body and get its pictures.
+
+        Raises:
+            JaxmmError: It cannot be served.
+        """
+        with stage("receive"):
+            ask, urls = read_ask(endpoint, await read_body(http))
+        if ask.model not in (None, self._model):
+            raise UnknownModel(f"the model served here is {self._model!r}; see GET /v1/models")
+        check_num_pictures(ask.num_items, self._config.engine.media.max_items)
+        with stage("fetch", images=len(urls)):
+            fetching = self._fetcher.fetch_all(urls, http.state.share.take)
+            pictures = await while_connected(http.receive, fetching)
+        tenant: Tenant = http.state.tenant
+        requests = ask.requests(pictures)
+        return ask, tuple(replace(r, salt=tenant.salt(r.salt)) for r in requests)
+
+    def abort(self, tenant: Tenant, answer_id: str) -> bool:
+        """End a tenant's answer that is being made; False if there is none of that id."""
+        pump = self._running.get((tenant, answer_id))
+        return pump is not None and pump.abort()
 
 
 class EventStream(Response):
     """Sends an answer as server-sent events; the request is aborted if the client goes away."""
 
-    def __init__(self, pump: Pump, first: Delta, writer: AnswerWriter) -> None:
+    def __init__(self, pump: Pump, first: Delta, writer: Writer) -> None:
         """Take over the pump, of which `first` has been read already."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
@@ -118,6 +131,21 @@ class EventStream(Response):
             yield event(error_body(ServerClosing(CLOSING)))
         else:
             yield self._writer.last_chunks()
+
+
+def read_ask(endpoint: Endpoint, body: bytearray) -> tuple[Ask, Mapping[str, Url]]:
+    """Read a body, and the URLs of its pictures by place.
+
+    Raises:
+        RequestError: It cannot be served as it stands; names the field at fault.
+    """
+    lifted = lift(body)
+    ask = endpoint.read(lifted.rest)
+    urls = lifted.put_back(ask.urls)
+    if urls is None:  # what looked like a picture stands elsewhere
+        ask = endpoint.read(body)
+        urls = {**ask.urls}
+    return ask, urls
 
 
 async def read_body(http: Request) -> bytearray:

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from jaxmm.errors import (
     EngineStopped,
+    GrammarError,
     JaxmmError,
     MediaError,
     MediaTooLarge,
@@ -39,6 +40,10 @@ class UnknownModel(RequestError):
     """A model name that is not served here."""
 
 
+class UnknownAnswer(RequestError):
+    """An answer's id that is not in use."""
+
+
 class FetchError(MediaError):
     """A picture that could not be had from its URL."""
 
@@ -49,6 +54,10 @@ class DeadlineExceeded(JaxmmError, TimeoutError):
 
 class ClientGone(JaxmmError, ConnectionError):
     """The client closed the connection; nobody will read the answer."""
+
+
+class Aborted(JaxmmError, RuntimeError):
+    """The request was ended by POST /abort."""
 
 
 class ServerClosing(EngineStopped):
@@ -70,12 +79,15 @@ ANSWERS: dict[type[JaxmmError], Answer] = {
     BodyTooSlow: Answer(408, "invalid_request_error", "body_too_slow"),
     Unauthorized: Answer(401, "authentication_error", "invalid_api_key"),
     UnknownModel: Answer(404, "invalid_request_error", "model_not_found"),
+    UnknownAnswer: Answer(404, "invalid_request_error", "answer_not_found"),
     MediaError: Answer(400, "invalid_request_error", "invalid_image"),
     MediaTooLarge: Answer(400, "invalid_request_error", "image_too_large"),
     FetchError: Answer(400, "invalid_request_error", "image_fetch_failed"),
     PlaceholderError: Answer(400, "invalid_request_error", "image_count_mismatch"),
     PromptTooLong: Answer(400, "invalid_request_error", "context_length_exceeded"),
     SamplingError: Answer(400, "invalid_request_error", "invalid_sampling"),
+    GrammarError: Answer(400, "invalid_request_error", "invalid_grammar"),
+    Aborted: Answer(409, "client_error", "aborted"),
     ClientGone: Answer(499, "client_error", "client_gone"),
     Overloaded: Answer(429, "overloaded_error", "overloaded"),
     EngineStopped: Answer(503, "overloaded_error", "engine_stopped"),

@@ -5,27 +5,25 @@ null always means the default. Accepted without effect, because they change noth
 `user`, `store`, `metadata`, `safety_identifier`, `prompt_cache_key`.
 """
 
-import difflib
 from typing import Any, Literal
 
 import pydantic
-import pydantic_core
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import Field
 
-from serving.errors import BadBody
+from jaxmm.host.tools import MAX_TOOLS
+from jaxmm.request import MAX_LOGPROBS
+from serving.body import Strict, drop_neutral, read_object, validated
+from serving.sampling_fields import SamplingFields
+from serving.structured import CalledTool, NamedTool, ResponseFormat, ToolDefinition
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": (),
     "functions": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -37,106 +35,100 @@ NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     "function_call": (),
     "name": (),
     "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 """The same for messages; clients send an answer back with these."""
 
 
-class _Model(pydantic.BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+MAX_FRAMES = 768
+"""Frames of a video that is sent as frames."""
 
 
-class ImageUrl(_Model):
+class ImageUrl(Strict):
     """Where a picture is: a data URI, or an http(s) URL."""
 
     url: str
-    detail: str | None = None
-    """`auto` or `high`: as large as the server allows. For less, set `max_pixels`."""
-
-    @field_validator("detail")
-    @classmethod
-    def _check_detail(cls, detail: str | None) -> str | None:
-        if detail not in (None, "auto", "high"):
-            raise ValueError("only auto and high are supported; for smaller images set max_pixels")
-        return detail
+    detail: Literal["auto", "high", "low"] | None = None
+    """`auto` or `high`: as large as the server allows; `low`: at most 512 x 512 pixels, and then
+    for all pictures of the request."""
 
 
-class Part(_Model):
-    """One part of a message: a text or a picture."""
+class VideoUrl(Strict):
+    """Where a video is: a data URI, or an http(s) URL of an MP4, WebM or GIF file."""
 
-    type: Literal["text", "image_url"]
+    url: str
+
+
+class Part(Strict):
+    """One part of a message: a text, a picture, or a video as a file or as its frames."""
+
+    type: Literal["text", "image_url", "video_url", "video"]
     text: str | None = None
     image_url: ImageUrl | None = None
+    video_url: VideoUrl | None = None
+    video: list[str] | None = Field(None, min_length=1, max_length=MAX_FRAMES)
+    """URLs of pictures, the video's frames."""
 
     @pydantic.model_validator(mode="after")
     def _check_kind(self) -> "Part":
-        given = {name for name in ("text", "image_url") if getattr(self, name) is not None}
+        names = ("text", "image_url", "video_url", "video")
+        given = {name for name in names if getattr(self, name) is not None}
         if given != {self.type}:
             raise ValueError(f"a part of type {self.type} must have {self.type} and nothing else")
         return self
 
 
-class Message(_Model):
-    """One turn. `developer` is another name for `system`. Pictures may stand in any turn."""
+class Message(Strict):
+    """One turn. `developer` is another name for `system`. Any turn may have pictures and videos."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    """Null for an assistant's turn that is nothing but calls."""
+    tool_calls: list[CalledTool] | None = None
+    """In an assistant's turn: the calls that it made."""
+    tool_call_id: str | None = None
+    """In a tool's turn: which call this answers; results are read in the order of the calls."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_role(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls stands in a turn that is not the assistant's")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError("tool_call_id stands in a turn that is not a tool's")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        return self
 
 
-class StreamOptions(_Model):
-    include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
-
-
-class ChatRequest(_Model):
+class ChatRequest(SamplingFields):
     """Body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    model: str | None = None
-    """Name from GET /v1/models; may be left out."""
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    temperature: float | None = None
-    """Default 1, as everywhere in this API; 0 is greedy."""
-    top_p: float | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    tools: list[ToolDefinition] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """Default: `auto` where there are tools."""
+    parallel_tool_calls: bool | None = None
+    """Default true: several calls may follow each other."""
 
-    user: str | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
     min_pixels: int | None = Field(None, ge=1)
     max_pixels: int | None = Field(None, ge=1)
-    """Size of this request's pictures, within the server's limits."""
-    cache_salt: str | None = None
-    """Caches are shared only between requests of equal salt; without one, with all others."""
+    """Size of this request's pictures, within the server's limits; of a frame of its videos the
+    upper one."""
+    fps: float | None = Field(None, gt=0)
+    """Frames of a second of video that are looked at; of frames sent as such, how many a second
+    they are. Default: the server's `media.video_fps`."""
+    num_frames: int | None = Field(None, ge=1)
+    """Frames of each video that are looked at, instead of `fps`."""
     mm_hashes: list[str] | None = None
-    """Hex hash of each picture, a hint for routers and caches."""
-    return_token_ids: bool | None = None
-    """Adds `token_ids` to each choice."""
-
-
-_MAX_COMMAS = 1_000_000
-"""In a body. Each value of JSON becomes an object of 30 bytes and more: a body of nothing but
-commas would take gigabytes and many seconds; pictures in base64 have none."""
+    """Hex hash of each picture and video, a hint for routers and caches."""
 
 
 def parse_chat_request(body: bytes | bytearray) -> ChatRequest:
@@ -145,45 +137,10 @@ def parse_chat_request(body: bytes | bytearray) -> ChatRequest:
     Raises:
         BadBody: Names the field at fault; repeats nothing of its content.
     """
-    if body.count(b",") > _MAX_COMMAS:
-        raise BadBody(f"the body has more than {_MAX_COMMAS} values")
-    try:
-        data = pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError as e:
-        raise BadBody(f"the body is not valid JSON: {e}") from None
-    if not isinstance(data, dict):
-        raise BadBody("the body is not a JSON object")
-    _drop_neutral(data, NEUTRAL, "")
+    data = read_object(body)
+    drop_neutral(data, NEUTRAL, "")
     messages = data.get("messages")
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict):
-            _drop_neutral(message, NEUTRAL_IN_MESSAGE, f"messages[{i}].")
-    try:
-        return ChatRequest.model_validate(data)
-    except pydantic.ValidationError as e:
-        raise _bad_body(e) from None
-
-
-def _drop_neutral(data: dict[str, Any], neutral: dict[str, tuple[Any, ...]], where: str) -> None:
-    for name in neutral.keys() & data.keys():
-        value = data.pop(name)
-        if value is not None and value not in neutral[name]:
-            raise BadBody(f"{where}{name} is not supported", f"{where}{name}")
-
-
-def _bad_body(error: pydantic.ValidationError) -> BadBody:
-    """Tell the first fault, of several readings of one value the one that went furthest."""
-    faults = error.errors(include_url=False, include_context=False, include_input=False)
-    first = faults[0]["loc"][:1]
-    fault = max((f for f in faults if f["loc"][:1] == first), key=lambda f: len(f["loc"]))
-    # pydantic names the branch of a union in the path: str, list[Part]
-    steps = [s for s in fault["loc"] if not (isinstance(s, str) and (s == "str" or "[" in s))]
-    place = "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in steps).lstrip(".")
-    if fault["type"] == "extra_forbidden":
-        return BadBody(f"unknown field {place}{_suggestion(place)}", place)
-    return BadBody(f"{place}: {fault['msg'].removeprefix('Value error, ')}", place)
-
-
-def _suggestion(place: str) -> str:
-    near = difflib.get_close_matches(place, ChatRequest.model_fields, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+            drop_neutral(message, NEUTRAL_IN_MESSAGE, f"messages[{i}].")
+    return validated(ChatRequest, data)

@@ -1,31 +1,70 @@
-"""From an API request to the engine's. Host only."""
+"""From a chat request to the engine's. Host only."""
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxmm.request import Request, SamplingParams
+from jaxmm.request import Request
+from serving.ask import Served
 from serving.errors import BadBody
-from serving.protocol import ChatRequest
-from serving.tenants import Tenant
-
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 1024
+from serving.protocol import ChatRequest, Message, Part
+from serving.sampling_fields import to_sampling
+from serving.structured import grammar_of, offered_tools
 
 
-def image_urls(chat: ChatRequest) -> dict[str, str]:
-    """Place of each picture in the body, to its URL, in the order of the prompt."""
+def media_urls(chat: ChatRequest) -> dict[str, str]:
+    """Place of each picture, video and frame in the body, to its URL, in the prompt's order."""
+    return urls_in(chat.messages)
+
+
+def urls_in(messages: Sequence[Message]) -> dict[str, str]:
+    """The same, of messages."""
     return {
-        f"messages[{i}].content[{j}].image_url": part.image_url.url
-        for i, message in enumerate(chat.messages)
-        if not isinstance(message.content, str)
-        for j, part in enumerate(message.content)
-        if part.image_url is not None
+        where: url for place, part in _parts(messages) for where, url in _part_urls(place, part)
     }
 
 
+def num_items(messages: Sequence[Message]) -> int:
+    """Pictures and videos of a conversation; the frames of one video are one."""
+    return sum(part.text is None for _, part in _parts(messages))
+
+
+def images_in(messages: Sequence[Message], media: Mapping[str, bytes]) -> tuple[bytes, ...]:
+    """Each picture, in the order of the prompt, of the bytes by place."""
+    parts = _parts(messages)
+    return tuple(media[f"{place}.image_url"] for place, part in parts if part.image_url is not None)
+
+
+def videos_in(
+    messages: Sequence[Message], media: Mapping[str, bytes]
+) -> tuple[bytes | list[bytes], ...]:
+    """Each video, in the order of the prompt: a file, or its frames."""
+    return tuple(
+        media[f"{place}.video_url"]
+        if part.video is None
+        else [media[where] for where, _ in _part_urls(place, part)]
+        for place, part in _parts(messages)
+        if part.video is not None or part.video_url is not None
+    )
+
+
+def _parts(messages: Sequence[Message]) -> Iterator[tuple[str, Part]]:
+    """Each part with its place."""
+    for i, message in enumerate(messages):
+        if isinstance(message.content, list):
+            for j, part in enumerate(message.content):
+                yield f"messages[{i}].content[{j}]", part
+
+
+def _part_urls(place: str, part: Part) -> list[tuple[str, str]]:
+    if part.image_url is not None:
+        return [(f"{place}.image_url", part.image_url.url)]
+    if part.video_url is not None:
+        return [(f"{place}.video_url", part.video_url.url)]
+    return [(f"{place}.video[{k}]", url) for k, url in enumerate(part.video or ())]
+
+
 def check_num_pictures(count: int, limit: int) -> None:
-    """Refuse too many pictures before any is fetched.
+    """Refuse too many pictures and videos before any is fetched.
 
     Raises:
         BadBody: More than `limit`.
@@ -40,69 +79,56 @@ def to_request(
     pictures: Mapping[str, bytes],
     *,
     request_id: str,
-    tenant: Tenant,
-    vocab_size: int,
-    default_max_tokens: int,
+    served: Served,
 ) -> Request:
     """Build the engine's request.
 
     Args:
         chat: A parsed body.
-        pictures: Encoded bytes by place, of every place in `image_urls(chat)`.
+        pictures: Encoded bytes by place, of every place in `media_urls(chat)`.
         request_id: Name in logs and answers.
-        tenant: Whose request it is; scopes its cache entries.
-        vocab_size: Bound of token ids that a client may name.
-        default_max_tokens: Length of the answer if the body gives none.
+        served: The model, and the defaults of requests.
 
     Raises:
         BadBody: Fields that contradict each other or name no token.
         SamplingError: A sampling parameter outside its range.
     """
-    if chat.stream_options is not None and not chat.stream:
-        raise BadBody("stream_options needs stream: true", "stream_options")
     return Request(
         id=request_id,
-        messages=[_message(message.role, message.content) for message in chat.messages],
-        images=tuple(pictures[where] for where in image_urls(chat)),
-        sampling=_sampling(chat, vocab_size, default_max_tokens),
-        salt=tenant.salt(chat.cache_salt),
+        messages=[message_of(message) for message in chat.messages],
+        tools=offered_tools(chat),
+        images=images_in(chat.messages, pictures),
+        videos=videos_in(chat.messages, pictures),
+        fps=chat.fps,
+        num_frames=chat.num_frames,
+        sampling=to_sampling(
+            chat,
+            vocab_size=served.tokenizer.vocab_size,
+            max_tokens=_max_tokens(chat, served.default_max_tokens),
+            logprobs=_logprobs(chat),
+            grammar=grammar_of(chat),
+        ),
+        salt=chat.cache_salt or "",
         mm_hashes=None if chat.mm_hashes is None else tuple(chat.mm_hashes),
         min_pixels=chat.min_pixels,
-        max_pixels=chat.max_pixels,
+        max_pixels=_max_pixels(chat, served.low_detail_pixels),
     )
 
 
-def _message(role: str, content: Any) -> dict[str, Any]:
-    role = "system" if role == "developer" else role
-    if isinstance(content, str):
-        return {"role": role, "content": content}
-    parts = [
-        {"type": "text", "text": part.text} if part.image_url is None else {"type": "image"}
-        for part in content
-    ]
-    return {"role": role, "content": parts}
-
-
-def _sampling(chat: ChatRequest, vocab_size: int, default_max_tokens: int) -> SamplingParams:
-    given: dict[str, Any] = {
-        "temperature": 1.0 if chat.temperature is None else chat.temperature,
-        "max_tokens": _max_tokens(chat, default_max_tokens),
-        "logprobs": _logprobs(chat),
-        "logit_bias": _logit_bias(chat, vocab_size),
-        "stop": _stop(chat),
-        "stop_token_ids": _stop_token_ids(chat, vocab_size),
-        "n": chat.n,
-        "seed": chat.seed,
-        "top_p": chat.top_p,
-        "top_k": chat.top_k,
-        "min_p": chat.min_p,
-        "presence_penalty": chat.presence_penalty,
-        "frequency_penalty": chat.frequency_penalty,
-        "repetition_penalty": chat.repetition_penalty,
-        "min_tokens": chat.min_tokens,
-        "ignore_eos": chat.ignore_eos,
-    }
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+def message_of(message: Message) -> dict[str, Any]:
+    """A message as the engine takes it."""
+    role = "system" if message.role == "developer" else message.role
+    turn: dict[str, Any] = {"role": role, "content": message.content}
+    if isinstance(message.content, list):
+        turn["content"] = [
+            {"type": "text", "text": part.text}
+            if part.text is not None
+            else {"type": "video" if part.image_url is None else "image"}
+            for part in message.content
+        ]
+    if message.tool_calls:
+        turn["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    return turn
 
 
 def _max_tokens(chat: ChatRequest, default: int) -> int:
@@ -120,26 +146,17 @@ def _logprobs(chat: ChatRequest) -> int | None:
     return (chat.top_logprobs or 0) if chat.logprobs else None
 
 
-def _logit_bias(chat: ChatRequest, vocab_size: int) -> dict[int, float]:
-    biases = {}
-    for key, bias in (chat.logit_bias or {}).items():
-        if not re.fullmatch(r"[0-9]{1,9}", key) or int(key) >= vocab_size:
-            raise BadBody(f"logit_bias names no token id below {vocab_size}", "logit_bias")
-        biases[int(key)] = bias
-    return biases
-
-
-def _stop(chat: ChatRequest) -> tuple[str, ...]:
-    stop = (chat.stop,) if isinstance(chat.stop, str) else tuple(chat.stop or ())
-    if len(stop) > MAX_STOP_STRINGS:
-        raise BadBody(f"stop has {len(stop)} strings; the limit is {MAX_STOP_STRINGS}", "stop")
-    if any(len(s) > MAX_STOP_CHARACTERS for s in stop):
-        raise BadBody(f"stop has a string over {MAX_STOP_CHARACTERS} characters", "stop")
-    return stop
-
-
-def _stop_token_ids(chat: ChatRequest, vocab_size: int) -> tuple[int, ...]:
-    ids = tuple(chat.stop_token_ids or ())
-    if not all(0 <= i < vocab_size for i in ids):
-        raise BadBody(f"stop_token_ids names no token id below {vocab_size}", "stop_token_ids")
-    return ids
+def _max_pixels(chat: ChatRequest, low: int) -> int | None:
+    """The request's upper limit, which `detail: low` lowers for all its pictures."""
+    details = {
+        part.image_url.detail == "low"
+        for message in chat.messages
+        if isinstance(message.content, list)
+        for part in message.content
+        if part.image_url is not None
+    }
+    if details == {True, False}:
+        raise BadBody("detail is low for some images and not for others; make them one", "messages")
+    if details != {True}:
+        return chat.max_pixels
+    return min(low, chat.max_pixels or low)

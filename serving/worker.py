@@ -1,34 +1,42 @@
-"""Between asyncio and the engine: one pump for each request. Host only."""
+"""Between asyncio and the engine: one pump for each answer. Host only."""
 
 import asyncio
 import dataclasses
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
 from starlette.types import Receive
 
 from jaxmm.errors import EngineStopped
 from jaxmm.request import Delta, Request
-from serving.engine import ServedEngine
-from serving.errors import ClientGone, DeadlineExceeded, ServerClosing
+from serving.errors import Aborted, ClientGone, DeadlineExceeded, ServerClosing
 
 CLOSING = "the server is shutting down; send the request to another one, or again later"
 
 _Result = TypeVar("_Result")
 
 
+class Streams(Protocol):
+    """What a pump needs of an engine."""
+
+    def astream(self, request: Request) -> AsyncIterator[Delta]: ...
+
+
 class Pump:
-    """Deltas of one request, taken from the engine as they come and given out as they are read.
+    """Deltas of one answer, taken from the engine as they come and given out as they are read.
 
     A reader that is slower than the engine gets what has gathered as one delta for each
     completion, so a slow client costs fewer messages, and no more memory than its answer.
     """
 
-    def __init__(self, engine: ServedEngine, request: Request, deadline_seconds: float) -> None:
-        """Hand the request to the engine; must be closed with `aclose`."""
-        self._gathered: dict[int, Delta] = {}
+    def __init__(
+        self, engine: Streams, requests: Sequence[Request], deadline_seconds: float
+    ) -> None:
+        """Hand the answer's requests to the engine; must be closed with `aclose`."""
+        self._gathered: dict[tuple[str, int], Delta] = {}
         self._changed = asyncio.Event()
-        self._task = asyncio.create_task(self._run(engine, request, deadline_seconds))
+        self._aborted = False
+        self._task = asyncio.create_task(self._run(engine, requests, deadline_seconds))
         self._task.add_done_callback(lambda _: self._changed.set())
 
     def __aiter__(self) -> "Pump":
@@ -44,6 +52,8 @@ class Pump:
         if self._gathered:
             delta = self._gathered.pop(next(iter(self._gathered)))
         elif self._task.cancelled():
+            if self._aborted:
+                raise Aborted("the request was aborted")
             raise EngineStopped("the request was ended by the server")
         else:
             self._task.result()
@@ -54,23 +64,44 @@ class Pump:
             raise EngineStopped("the engine ended the request before its answer was complete")
         return delta
 
+    def abort(self) -> bool:
+        """End the requests; the reader hears of it. False: they have ended already."""
+        self._aborted = self._task.cancel()
+        return self._aborted
+
     async def aclose(self) -> None:
         """Abort the request if it has not finished, and wait until the engine let go of it."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self, engine: ServedEngine, request: Request, deadline_seconds: float) -> None:
+    async def _run(
+        self, engine: Streams, requests: Sequence[Request], deadline_seconds: float
+    ) -> None:
         try:
             async with asyncio.timeout(deadline_seconds):
-                async for delta in engine.astream(request):
-                    # what came last is read last: its usage is the final one
-                    earlier = self._gathered.pop(delta.index, None)
-                    self._gathered[delta.index] = _joined(earlier, delta) if earlier else delta
-                    self._changed.set()
+                await _together([self._take(engine, request) for request in requests])
         except TimeoutError:
             raise DeadlineExceeded(
                 f"no complete answer in {deadline_seconds:g} s; ask for fewer tokens, or later"
             ) from None
+
+    async def _take(self, engine: Streams, request: Request) -> None:
+        async for delta in engine.astream(request):
+            # what came last is read last: its usage is the final one
+            key = delta.id, delta.index
+            earlier = self._gathered.pop(key, None)
+            self._gathered[key] = _joined(earlier, delta) if earlier else delta
+            self._changed.set()
+
+
+async def _together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Do several things at once; the first error ends the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for one in work:
+                group.create_task(one)
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None
 
 
 def _joined(first: Delta, second: Delta) -> Delta:

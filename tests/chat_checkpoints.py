@@ -53,6 +53,35 @@ PARTS_ALONE = (
     "{% if part.type == 'text' %}{{ part.text }}{% else %}<|image_pad|>{% endif %}{% endfor %}"
     "<|im_end|>{% endfor %}"
 )
+WITH_TOOLS = """\
+{%- if tools -%}
+{{ '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' -%}{{ messages[0].content + '\\n\\n' }}{%- endif -%}
+{{ 'Tools:' }}
+{%- for tool in tools -%}{{ '\\n' + (tool | tojson) }}{%- endfor -%}
+{{ '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' -%}
+{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif -%}
+{%- for m in messages if m.role != 'system' -%}
+{{ '<|im_start|>' + m.role + '\\n' }}
+{%- if m.content is string -%}{{ m.content }}{%- else -%}
+{%- for part in m.content -%}
+{%- if part.type == 'image' -%}
+{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- else -%}{{ part.text }}{%- endif -%}
+{%- endfor -%}{%- endif -%}
+{%- for call in m.tool_calls or [] -%}
+{{ '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+"""One that lists tools and writes calls, as Qwen3-VL's does."""
+
 NO_IMAGES = QWEN2_VL.replace("<|vision_start|><|image_pad|><|vision_end|>", "")
 
 _WORDS = (

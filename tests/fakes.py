@@ -1,13 +1,16 @@
 """Stand-ins with the surface of the real parts. Fakes, not mocks: they do a small true job."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 
 from jaxmm.config import EngineConfig
+from jaxmm.cost import Cost
 from jaxmm.errors import EngineStopped, JaxmmError, PlaceholderError
 from jaxmm.host.chat import ChatTokenizer
 from jaxmm.host.detokenize import Detokenizer
 from jaxmm.request import Delta, Request, TokenLogprob, Usage
+from jaxmm.stats import CacheStats, EngineStats
 
 
 class FakeEngine:
@@ -39,6 +42,7 @@ class FakeEngine:
         self.running: set[str] = set()
         self.aborted: list[str] = []
         self.num_tokens = 0
+        self.flushes = 0
         self._answer = [int(i) for i in tokenizer.encode_text(answer)]
         self._seconds_before, self._seconds = seconds_before_answer, seconds_per_token
         self._error, self._error_after = error, error_after
@@ -57,6 +61,33 @@ class FakeEngine:
         finally:
             self.running.discard(request.id)
 
+    async def cost(self, request: Request) -> Cost:
+        self.requests.append(request)
+        tokens = self._prompt_tokens(request)
+        return Cost(
+            prompt_tokens=tokens,
+            images=(),
+            cached_tokens=0,
+            step_tokens=(tokens,),
+            step_padding=0.0,
+            max_output_tokens=request.sampling.max_tokens,
+            completions=request.sampling.n,
+            prompt_pages=1,
+            total_pages=1,
+            free_pages=1,
+        )
+
+    def stats(self) -> EngineStats:
+        cache = CacheStats(hits=2, misses=1)
+        counts = dict.fromkeys(
+            (f.name for f in dataclasses.fields(EngineStats) if f.type is int), self.num_tokens
+        )
+        caches = {"prefix_cache": cache, "arena": cache, "media_map": cache}
+        return EngineStats(**counts, **caches, padding_share=0.25)
+
+    def flush_caches(self) -> None:
+        self.flushes += 1
+
     def give_up(self, reason: str) -> None:
         self.failure = EngineStopped(reason)
         self.healthy = False
@@ -66,8 +97,10 @@ class FakeEngine:
         self.healthy = False
 
     def _prompt_tokens(self, request: Request) -> int:
-        assert request.messages is not None, "the server sends messages"
-        ids, slots = self.tokenizer.encode_chat(request.messages)
+        if request.messages is None:
+            ids = request.token_ids or self.tokenizer.encode_text(request.text or "")
+            return len(ids)
+        ids, slots = self.tokenizer.encode_chat(request.messages, request.tools)
         if len(slots) != len(request.images):
             raise PlaceholderError(f"{len(slots)} places and {len(request.images)} images")
         return len(ids)

@@ -48,6 +48,8 @@ class SampleParams(NamedTuple):
     draw_B: Int32[Array, " B"]
     num_banned_B: Int32[Array, " B"]
     banned_BX: Int32[Array, "B X"]
+    allowed_BO: UInt32[Array, "B O"]
+    """Token masks: bit i % 32 of word i // 32 is token i's."""
 
 
 class Sampled(NamedTuple):
@@ -78,6 +80,7 @@ def sample_rows(
     num_ids: Int32[Array, ""],
     any_random: Bool[Array, ""],
     any_penalty: Bool[Array, ""],
+    any_masked: Bool[Array, ""],
     any_logprobs: Bool[Array, ""],
 ) -> Sampled:
     """Choose one token for each row.
@@ -87,7 +90,8 @@ def sample_rows(
         params: The rows' parameters.
         state: Slots named by `params.slot_B` are read.
         num_ids: Ids of the tokenizer; logits from there on are padding and never chosen.
-        any_random, any_penalty, any_logprobs: Whether a row needs that path; else it is skipped.
+        any_random, any_penalty, any_masked, any_logprobs: Whether a row needs that path; else it
+            is skipped.
     """
     logits_BV = jnp.where(jnp.arange(logits_BV.shape[1]) < num_ids, logits_BV, _BANNED)
     raw_BV = logits_BV
@@ -97,6 +101,7 @@ def sample_rows(
         lambda x: x,
         logits_BV,
     )
+    logits_BV = lax.cond(any_masked, lambda x: _mask(x, params), lambda x: x, logits_BV)
     token_B = lax.cond(any_random, lambda x: _draw(x, params), lambda x: _argmax(x), logits_BV)
     logprob_B, top_id_BX, top_logprob_BX = lax.cond(
         any_logprobs, _logprobs, _no_logprobs, raw_BV, token_B
@@ -144,6 +149,12 @@ def _ban(logits_BV: Float[Array, "B V"], params: SampleParams) -> Float[Array, "
     id_BX = jnp.where(live_BX, params.banned_BX, logits_BV.shape[1])
     row_B1 = jnp.arange(logits_BV.shape[0])[:, None]
     return logits_BV.at[row_B1, id_BX].set(_BANNED, mode="drop")
+
+
+def _mask(logits_BV: Float[Array, "B V"], params: SampleParams) -> Float[Array, "B V"]:
+    bit_BOX = (params.allowed_BO[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    bit_BV = bit_BOX.reshape(logits_BV.shape[0], -1)[:, : logits_BV.shape[1]]
+    return jnp.where(bit_BV > 0, logits_BV, _BANNED)
 
 
 def _draw(logits_BV: Float[Array, "B V"], params: SampleParams) -> Int32[Array, " B"]:

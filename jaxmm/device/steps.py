@@ -7,16 +7,18 @@ can therefore never compile by accident. `Executables` keeps the executables and
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jaxtyping import Float, Int32, UInt8
+from jaxtyping import Float, Int32, UInt32
 
 from jaxmm.device.backend import Backend
+from jaxmm.device.image_rows import ImageRows
 from jaxmm.device.kv import KVPages, PagedAttention
+from jaxmm.device.lane import Lane
 from jaxmm.device.sampling import (
     Sampled,
     SampleParams,
@@ -28,23 +30,13 @@ from jaxmm.device.sampling import (
 from jaxmm.device.sharding import WHOLE
 from jaxmm.host.batch import FLOAT_FIELDS, StepLayout
 from kernels_pallas.ragged_paged_attention import Ragged
-from kernels_pallas.scatter_rows import scatter_rows, write_rows
+from kernels_pallas.scatter_rows import write_rows
 
 Params = Mapping[str, Any]
 
 MAX_SAMPLE_GROUP = 16
 PALLAS_SAMPLE_GROUP = 128
 """On a TPU a row more costs little beside reading the head."""
-
-
-class Lane(NamedTuple):
-    """Device form of `jaxmm.host.lanes.EncodeBatch`."""
-
-    patches_NU: UInt8[Array, "N U"]
-    coords_N2: Int32[Array, "N 2"]
-    segment_N: Int32[Array, " N"]
-    window_N: Int32[Array, " N"] | None
-    slot_M: Int32[Array, " M"]
 
 
 def _encode_step(
@@ -62,9 +54,9 @@ def _encode_step(
 
     def encode(params: Params, arena: Array, lane: Lane) -> Array:
         vision = nnx.merge(encoder, params)
-        rows_MD = vision(lane.patches_NU, lane.coords_N2, lane.segment_N, lane.window_N)
+        rows_MX = vision(lane)
         with jax.named_scope("arena"):
-            return write_rows(arena, rows_MD, lane.slot_M, implementation=backend.kernels)
+            return write_rows(arena, rows_MX, lane.slot_M, implementation=backend.kernels)
 
     return backend.per_chip(encode, WHOLE, WHOLE)(params, arena, lane)
 
@@ -72,7 +64,7 @@ def _encode_step(
 def _upload_step(
     backend: Backend,
     arena: Float[Array, "R ..."],
-    rows_MD: Float[Array, "M D"],
+    rows_MX: Float[Array, "M X"],
     slot_M: Int32[Array, " M"],
 ) -> Float[Array, "R ..."]:
     """Put rows that a caller gave into the arena.
@@ -80,7 +72,7 @@ def _upload_step(
     Static: backend. Donated: arena. M is always the same; the arena's last row takes the filler.
     """
     put = partial(write_rows, implementation=backend.kernels)
-    return backend.per_chip(put, WHOLE, WHOLE)(arena, rows_MD, slot_M)
+    return backend.per_chip(put, WHOLE, WHOLE)(arena, rows_MX, slot_M)
 
 
 def _language_step(
@@ -92,19 +84,21 @@ def _language_step(
     state: SamplerState,
     arena: Float[Array, "R ..."],
     buffer: Int32[Array, " X"],
+    allowed_BO: UInt32[Array, "B O"],
 ) -> tuple[KVPages, SamplerState, Sampled]:
     """Extend and decode one step's tokens, and sample.
 
     Static: decoder, backend, layout (the bucket). Donated: kv_pages, state. Bucketed: T.
+    The token masks come beside the buffer: a step without grammars sends none, and gives the same
+    array again, which is not read.
     """
     step = _unpack(layout, buffer)
     text = nnx.merge(decoder, params)
     with jax.named_scope("embed"):
         fed_T = state.last_B[jnp.maximum(step["feed_T"], 0)]
         ids_T = jnp.where(step["feed_T"] >= 0, fed_T, step["ids_T"])
-        put = partial(scatter_rows, implementation=backend.kernels)
-        text_TD = text.embed(ids_T).astype(kv_pages[0].dtype)
-        hidden_TD = backend.per_chip(put, WHOLE, WHOLE)(text_TD, arena, step["row_T"])
+        rows = ImageRows(arena, step["row_T"], backend)
+        hidden_TD = rows.into(text.embed(ids_T).astype(kv_pages[0].dtype))
     ragged = Ragged(
         num_decodes=step["num_decodes"],
         num_sequences=step["num_sequences"],
@@ -120,10 +114,10 @@ def _language_step(
         page_size=kv_pages[0].shape[2],
         backend=backend,
     )
-    hidden_TD, kv_pages = text(hidden_TD, step["positions_AT"], kv_pages, attention)
+    hidden_TD, kv_pages = text(hidden_TD, step["positions_AT"], kv_pages, attention, rows)
     with jax.named_scope("sample"):
         group = _sample_group(layout, backend)
-        sampled = _sample(text.logits, hidden_TD, step, state, group)
+        sampled = _sample(text.logits, hidden_TD, step, allowed_BO, state, group)
         state = remember(
             state,
             step["sample_slot_B"],
@@ -163,16 +157,14 @@ def _sample(
     logits: Callable[[Array], Array],
     hidden_TD: Float[Array, "T D"],
     step: Mapping[str, Array],
+    allowed_BO: UInt32[Array, "B O"],
     state: SamplerState,
     group: int,
 ) -> Sampled:
     """Sample the rows that the host asked for, a group at a time: cost follows their number."""
     num_rows = step["sample_token_B"].shape[0]
-    names = SampleParams._fields
-    columns = SampleParams(
-        step["sample_slot_B"],
-        **{name: step[name] for name in names if name != "slot_B"},
-    )
+    given = {**step, "slot_B": step["sample_slot_B"], "allowed_BO": allowed_BO}
+    columns = SampleParams(**{name: given[name] for name in SampleParams._fields})
 
     def run(g: Int32[Array, ""], out: Sampled) -> Sampled:
         rows = SampleParams(*(lax.dynamic_slice_in_dim(c, g * group, group) for c in columns))
@@ -184,6 +176,7 @@ def _sample(
             num_ids=step["num_ids"],
             any_random=step["any_random"] > 0,
             any_penalty=step["any_penalty"] > 0,
+            any_masked=step["any_masked"] > 0,
             any_logprobs=step["any_logprobs"] > 0,
         )
         return jax.tree.map(
@@ -198,6 +191,7 @@ def _sample(
             num_ids=jnp.int32(0),
             any_random=jnp.bool(False),
             any_penalty=jnp.bool(False),
+            any_masked=jnp.bool(False),
             any_logprobs=jnp.bool(False),
         )
     )

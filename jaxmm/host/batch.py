@@ -42,6 +42,8 @@ class StepLayout:
     """B, the most sequences of a step; a constant of the engine."""
     num_table_pages: int
     """Q, pages of the longest request."""
+    num_mask_words: int
+    """O, words of a token mask."""
 
     @cached_property
     def fields(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:
@@ -57,6 +59,7 @@ class StepLayout:
             # 1 when any sampled row needs the dearer path
             "any_random": (),
             "any_penalty": (),
+            "any_masked": (),
             "any_logprobs": (),
             # tokens
             "ids_T": (t,),
@@ -103,6 +106,8 @@ class StepBatch:
     def __init__(self, layout: StepLayout) -> None:
         self.layout = layout
         self.buffer: npt.NDArray[np.int32] = np.zeros(layout.size, np.int32)
+        self.allowed_BO: npt.NDArray[np.uint32] | None = None
+        """Token masks of the rows to sample; None when no row has one."""
         self._views = {
             name: self._view(name, offset, shape) for name, (offset, shape) in layout.fields.items()
         }
@@ -224,6 +229,22 @@ def _write_samples(batch: StepBatch, plan: Plan, eos_ids: tuple[int, ...]) -> No
         for r, ids in enumerate(banned):
             batch["num_banned_B"][r] = len(ids)
             batch["banned_BX"][r, : len(ids)] = ids
+    _write_masks(batch, [row.sequence for row in rows])
+
+
+def _write_masks(batch: StepBatch, sequences: list[Sequence]) -> None:
+    if all(sequence.matcher is None for sequence in sequences):
+        return
+    layout = batch.layout
+    masks = np.zeros((layout.num_sequences, layout.num_mask_words), np.uint32)
+    for mask, sequence in zip(masks, sequences, strict=False):
+        if sequence.matcher is None:
+            mask[:] = ~np.uint32(0)
+        else:
+            own = sequence.matcher.mask
+            mask[: len(own)] = own
+    batch["any_masked"][...] = 1
+    batch.allowed_BO = masks
 
 
 def _banned(row: SampleRow, eos_ids: tuple[int, ...]) -> tuple[int, ...]:

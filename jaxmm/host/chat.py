@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,11 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxmm.errors import ModelError, PlaceholderError, RequestError
+from jaxmm.host.item import Modality
 from jaxmm.host.messages import Turn, read_messages, read_text
 from jaxmm.host.special_tokens import SpecialTokens, unused_character
 from jaxmm.host.token_bytes import bytes_of_tokens
+from jaxmm.host.tool_turns import calls_as_text, tools_as_text
+from jaxmm.host.tools import read_tools, tools_text
 
-_DEFAULT_PLACEHOLDER = "<|image_pad|>"
+_PLACEHOLDERS = {Modality.IMAGE: "<|image_pad|>", Modality.VIDEO: "<|video_pad|>"}
+"""Spelling of the tokens that mark an item's place, where config.json does not name them."""
 _PROBE = "probe"
 
 
@@ -23,9 +27,9 @@ class EncodedChat(NamedTuple):
     """A rendered conversation, its images not yet expanded."""
 
     ids: npt.NDArray[np.int64]
-    """int64[T0]: one placeholder id for each image."""
+    """int64[T0]: one placeholder id for each image or video."""
     slots: npt.NDArray[np.int64]
-    """int64[I]: index into `ids` of each image's placeholder, in the order of the image parts."""
+    """int64[I]: index into `ids` of each item's placeholder, in the order of the parts."""
 
 
 class ChatTokenizer:
@@ -40,7 +44,7 @@ class ChatTokenizer:
         tokenizer: Any,
         *,
         template: str | None,
-        placeholder: str = _DEFAULT_PLACEHOLDER,
+        placeholders: Mapping[Modality, str] = _PLACEHOLDERS,
         eos_ids: Sequence[int] = (),
     ) -> None:
         """Take over a transformers tokenizer; its backend is changed and must not be shared.
@@ -48,7 +52,7 @@ class ChatTokenizer:
         Args:
             tokenizer: One with a `tokenizers` backend.
             template: Jinja source; None for a checkpoint without one.
-            placeholder: Spelling of the token that marks an image's place.
+            placeholders: Spelling of the token that marks an item's place, by what the item is.
             eos_ids: Ids that end an answer.
 
         Raises:
@@ -59,15 +63,21 @@ class ChatTokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._specials = SpecialTokens(_protect(self._backend, placeholder))
+        self._specials = SpecialTokens(_protect(self._backend, placeholders.values()))
         self._check_segmentation()
-        self.placeholder_id: int | None = self._specials.ids.get(placeholder)
+        self._kinds: dict[int, Modality] = {
+            self._specials.ids[token]: kind
+            for kind, token in placeholders.items()
+            if token in self._specials.ids
+        }
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self.special_ids: frozenset[int] = frozenset(self._specials.ids.values())
         self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         """One more than the largest id. Embeddings may have more rows: never sample those."""
         self._takes_parts = self._shows([{"type": "text", "text": _PROBE}])
         self._takes_strings = self._shows(_PROBE)
+        self._takes_tools = self._shows_tools()
+        self._takes_calls = self._shows_calls()
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path) -> "ChatTokenizer":
@@ -86,23 +96,30 @@ class ChatTokenizer:
         except (OSError, ValueError) as e:
             raise ModelError(f"no tokenizer can be loaded from {str(directory)!r}: {e}") from e
         config = _read_json(directory / "config.json")
-        image_id = config.get("image_token_id")
-        placeholder = None if image_id is None else tokenizer.convert_ids_to_tokens(image_id)
+        placeholders = dict(_PLACEHOLDERS)
+        for kind in placeholders:
+            token_id = config.get(f"{kind.value}_token_id")
+            token = None if token_id is None else tokenizer.convert_ids_to_tokens(token_id)
+            placeholders[kind] = token or placeholders[kind]
         return cls(
             tokenizer,
             template=_find_template(directory, tokenizer),
-            placeholder=placeholder or _DEFAULT_PLACEHOLDER,
+            placeholders=placeholders,
             eos_ids=_find_eos_ids(directory, config, tokenizer),
         )
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> EncodedChat:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> EncodedChat:
         """Render a conversation, opened for the assistant's answer, and encode it.
 
         Args:
             messages: Turns as `jaxmm.request.Request.messages` describes them.
+            tools: What the model is told that it may call; see `jaxmm.host.tools`. A template
+                that says nothing of tools or of calls is given them as text.
 
         Raises:
-            PlaceholderError: The template does not place each image once.
+            PlaceholderError: The template does not place each image and video once, in order.
             RequestError: No template, or messages that it cannot take.
         """
         if self._template is None:
@@ -110,18 +127,28 @@ class ChatTokenizer:
                 "this model has no chat template; send a raw prompt, or add chat_template.jinja "
                 "to its directory"
             )
-        turns = read_messages(messages)
-        texts = [part for turn in turns for part in turn.parts if part is not None]
-        mark = unused_character([self._template, *texts])
+        turns, listed = read_messages(messages), read_tools(tools)
+        texts = [text for turn in turns for text in turn.texts]
+        mark = unused_character([self._template, tools_text(listed), *texts])
+        if not self._takes_calls:
+            turns = calls_as_text(turns)
+        if listed and not self._takes_tools:
+            turns, listed = tools_as_text(turns, listed), ()
         rendered = self._render(
-            [{"role": t.role, "content": self._content(t, mark)} for t in turns]
+            [self._message(turn, mark) for turn in turns],
+            [self._shielded(tool.definition, mark) for tool in listed],
         )
         ids, slots = self._encode(rendered, mark)
-        num_images = sum(part is None for turn in turns for part in turn.parts)
-        if len(slots) != num_images:
-            raise PlaceholderError(
-                f"the messages have {num_images} images and the chat template placed {len(slots)}"
-            )
+        wanted = [kind for turn in turns for kind in turn.modalities]
+        placed = [self._kinds[ids[slot]] for slot in slots]
+        for kind in _PLACEHOLDERS:
+            if placed.count(kind) != wanted.count(kind):
+                raise PlaceholderError(
+                    f"the messages have {wanted.count(kind)} {kind.value}s and the chat template "
+                    f"placed {placed.count(kind)}"
+                )
+        if placed != wanted:
+            raise PlaceholderError("the chat template changes the order of images and videos")
         return EncodedChat(np.array(ids, np.int64), np.array(slots, np.int64))
 
     def encode_text(self, text: str) -> npt.NDArray[np.int64]:
@@ -130,9 +157,20 @@ class ChatTokenizer:
         Raises:
             RequestError: The text cannot be encoded.
         """
-        self._plain(read_text("the prompt", text))
+        self.encode_plain(read_text("the prompt", text))
         # again, with what the tokenizer itself puts around a text (a beginning-of-text id)
         return np.array(self._backend.encode(text, add_special_tokens=True).ids, np.int64)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a text in the middle of a prompt.
+
+        Raises:
+            RequestError: It cannot be encoded without a special token.
+        """
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        if not self.special_ids.isdisjoint(ids):
+            raise RequestError("a text spells a special token that cannot be encoded as plain text")
+        return ids
 
     @cached_property
     def token_bytes(self) -> tuple[bytes, ...]:
@@ -143,24 +181,56 @@ class ChatTokenizer:
         """
         return bytes_of_tokens(self._backend, self.vocab_size)
 
+    def _message(self, turn: Turn, mark: str) -> dict[str, Any]:
+        message = {"role": turn.role, "content": self._content(turn, mark)}
+        if turn.calls:
+            message["tool_calls"] = [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": self._shielded(call.arguments, mark),
+                    },
+                }
+                for call in turn.calls
+            ]
+        return message
+
+    def _shielded(self, value: Any, mark: str) -> Any:
+        """JSON with every string in it shielded."""
+        if isinstance(value, str):
+            return self._specials.shield(value, mark)
+        if isinstance(value, Mapping):
+            return {self._shielded(k, mark): self._shielded(v, mark) for k, v in value.items()}
+        if isinstance(value, Sequence):
+            return [self._shielded(v, mark) for v in value]
+        return value
+
     def _content(self, turn: Turn, mark: str) -> Any:
         """Give the turn's content in a form that the template takes, the caller's if it does."""
         shielded = [None if p is None else self._specials.shield(p, mark) for p in turn.parts]
         if self._takes_parts and not (turn.is_string and self._takes_strings):
+            kinds = iter(turn.modalities)
             return [
-                {"type": "image"} if text is None else {"type": "text", "text": text}
+                {"type": next(kinds).value} if text is None else {"type": "text", "text": text}
                 for text in shielded
             ]
         if None in shielded:
-            raise RequestError("this model's chat template takes text alone; remove the images")
+            raise RequestError(
+                "this model's chat template takes text alone; remove the images and videos"
+            )
         return "".join(text for text in shielded if text is not None)
 
-    def _render(self, turns: list[dict[str, Any]]) -> str:
+    def _render(self, turns: list[dict[str, Any]], tools: Sequence[Any] = ()) -> str:
         from jinja2 import TemplateError
 
         try:
             rendered = self._tokenizer.apply_chat_template(
-                turns, chat_template=self._template, tokenize=False, add_generation_prompt=True
+                turns,
+                tools=list(tools) or None,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=True,
             )
         except (TemplateError, TypeError, ValueError) as e:
             raise RequestError(f"the chat template refuses these messages: {e}") from e
@@ -176,23 +246,50 @@ class ChatTokenizer:
             return False
         return _PROBE in rendered and "'text'" not in rendered
 
+    def _shows_tools(self) -> bool:
+        """Say whether the template lists tools."""
+        function = {"name": _PROBE, "description": "", "parameters": {"type": "object"}}
+        return self._shows_in(
+            [{"role": "user", "content": self._probe_content()}],
+            [{"type": "function", "function": function}],
+        )
+
+    def _shows_calls(self) -> bool:
+        """Say whether the template writes the calls of an assistant's turn."""
+        function = {"name": _PROBE, "arguments": {}}
+        call = {"type": "function", "function": function}
+        empty = self._probe_content()
+        return self._shows_in(
+            [
+                {"role": "user", "content": empty},
+                {"role": "assistant", "content": empty, "tool_calls": [call]},
+                {"role": "tool", "content": empty},
+            ]
+        )
+
+    def _shows_in(self, turns: list[dict[str, Any]], tools: Sequence[Any] = ()) -> bool:
+        if self._template is None:
+            return False
+        try:
+            return _PROBE in self._render(turns, tools)
+        except RequestError:
+            return False
+
+    def _probe_content(self) -> object:
+        """A short content in a form that the template takes."""
+        return "a" if self._takes_strings else [{"type": "text", "text": "a"}]
+
     def _encode(self, rendered: str, mark: str) -> tuple[list[int], list[int]]:
         """Encode a rendering: its ids, and where among them the placeholders are."""
         ids: list[int] = []
         slots: list[int] = []
         for stretch, special in self._specials.cut(rendered):
-            ids += self._plain(stretch.replace(mark, ""))
+            ids += self.encode_plain(stretch.replace(mark, ""))
             if special is not None:
-                if special == self.placeholder_id:
+                if special in self._kinds:
                     slots.append(len(ids))
                 ids.append(special)
         return ids, slots
-
-    def _plain(self, text: str) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        if not self.special_ids.isdisjoint(ids):
-            raise RequestError("a text spells a special token that cannot be encoded as plain text")
-        return ids
 
     def _check_segmentation(self) -> None:
         """Text between special tokens must encode alone as it does within the whole."""
@@ -208,12 +305,13 @@ class ChatTokenizer:
             raise ModelError("the tokenizer joins text with special tokens; jaxmm needs them apart")
 
 
-def _protect(backend: Any, placeholder: str) -> dict[str, int]:
-    """Make the placeholder a special token, and list all that have two characters or more."""
+def _protect(backend: Any, placeholders: Iterable[str]) -> dict[str, int]:
+    """Make placeholders special tokens, and list all that have two characters or more."""
     from tokenizers import AddedToken
 
-    if backend.token_to_id(placeholder) is not None:
-        backend.add_special_tokens([AddedToken(placeholder, special=True, normalized=False)])
+    for token in placeholders:
+        if backend.token_to_id(token) is not None:
+            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
     added = backend.get_added_tokens_decoder()
     return {t.content: i for i, t in added.items() if t.special and len(t.content) > 1}
 

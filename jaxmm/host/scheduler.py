@@ -54,6 +54,8 @@ class SchedulerCounters:
     """Of sequences admitted, each counted once."""
     cached_tokens: int = 0
     """Of `prompt_tokens`, read from the prefix cache."""
+    output_tokens: int = 0
+    """Sampled and read."""
     retracts: int = 0
     finished: int = 0
     aborted: int = 0
@@ -90,6 +92,13 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """Sequences wait for tokens that were sampled and not read, and no other could decode."""
+        going = [s for s in self._running if s.num_sampled < s.max_output]
+        awaiting = [s.awaits_token for s in going if s.num_computed >= s.extend_stop]
+        return bool(awaiting) and all(awaiting)
 
     def add(self, *sequences: Sequence) -> None:
         """Queue sequences, all or none: the `n` completions of one request together.
@@ -144,6 +153,7 @@ class Scheduler:
         assert sequence.status is not Status.FINISHED, "a finished sequence gets no tokens"
         assert len(sequence.output_ids) < sequence.num_sampled, "no plan sampled this token"
         sequence.output_ids.append(token_id)
+        self.counters.output_tokens += 1
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence, running or not, and take back everything it holds, at once."""
@@ -207,6 +217,8 @@ class Scheduler:
             position += 1
             index = sequence.num_computed
             if index < sequence.extend_stop or sequence.num_sampled >= sequence.max_output:
+                continue
+            if sequence.awaits_token:
                 continue
             if index < len(sequence.pages) * page_size or self._grow(sequence):
                 draft.decode(sequence)

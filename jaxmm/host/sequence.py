@@ -9,6 +9,7 @@ plans are made before the results of the plans before them are known:
 """
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxmm.host.arena import Lease
+from jaxmm.host.grammar import Matcher
 from jaxmm.host.item import Prompt, Span
 from jaxmm.host.page_pool import Pages
 from jaxmm.host.prefix_cache import Node
@@ -90,6 +92,8 @@ class Sequence:
     salt: str = ""
     seed: tuple[int, int] = (0, 0)
     """Two int32 words: the key of its random draws."""
+    matcher: Matcher | None = None
+    """Follows the grammar that its output must match."""
 
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
@@ -138,6 +142,17 @@ class Sequence:
     def num_known(self) -> int:
         """Tokens whose ids the host knows."""
         return self.prompt.num_tokens + len(self.output_ids)
+
+    def held_back(self, eos_ids: Iterable[int]) -> tuple[int, ...]:
+        """Ids that the next output token known to the host must not be, by the request's wish."""
+        early = len(self.output_ids) < self.sampling.min_tokens
+        ends = tuple(eos_ids) if early or self.sampling.ignore_eos else ()
+        return ends + (self.sampling.stop_token_ids if early else ())
+
+    @property
+    def awaits_token(self) -> bool:
+        """Its next token needs a mask that depends on one which has not been read."""
+        return self.matcher is not None and len(self.output_ids) < self.num_sampled
 
     @property
     def is_full(self) -> bool:

@@ -7,6 +7,7 @@ import socket
 import threading
 
 import httpx
+import openai
 import pytest
 import uvicorn
 
@@ -19,10 +20,20 @@ from tests.fakes import FakeEngine
 ASK = [{"role": "user", "content": "What is it?"}]
 
 
-def post(url, body, **headers):
-    """Send a chat request as it stands, bytes or a value for JSON."""
+def post_to(url, path, body, **headers):
+    """Send a body as it stands, bytes or a value for JSON."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(f"{url}/v1/chat/completions", content=data, headers=headers, timeout=20)
+    return httpx.post(url + path, content=data, headers=headers, timeout=20)
+
+
+def post(url, body, **headers):
+    """Send a chat request."""
+    return post_to(url, "/v1/chat/completions", body, **headers)
+
+
+def client(url):
+    """The official client."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="session")

@@ -13,15 +13,11 @@ from serving.config import ServerConfig
 from serving.example import picture_uri
 from serving.main import curl_line
 from tests.fakes import FakeEngine
-from tests.serving.conftest import ASK, post, running
+from tests.serving.conftest import ASK, client, post, running
 
 ANSWER = "A red square. 図 😀"
 PICTURE = {"type": "image_url", "image_url": {"url": picture_uri()}}
 WITH_PICTURE = [{"role": "user", "content": [PICTURE, {"type": "text", "text": "What is it?"}]}]
-
-
-def client(url):
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 def ask(url, messages=ASK, **fields):

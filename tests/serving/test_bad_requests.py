@@ -4,8 +4,10 @@ import re
 
 import pytest
 
+from serving.example import picture_uri
 from tests.serving.conftest import ASK, post
 
+PIXEL = picture_uri()
 BAD = {
     "no JSON": (b"{", "not valid JSON"),
     "NaN": (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', "JSON"),
@@ -13,15 +15,9 @@ BAD = {
     "no messages": ({}, "messages"),
     "empty messages": ({"messages": []}, "messages"),
     "unknown field": ({"messages": ASK, "max_token": 3}, "did you mean max_tokens"),
-    "tools": ({"messages": ASK, "tools": [{"type": "function"}]}, "tools is not supported"),
-    "response format": (
-        {"messages": ASK, "response_format": {"type": "json_object"}},
-        "response_format is not supported",
-    ),
-    "tool turn": ({"messages": [{"role": "tool", "content": "a"}]}, r"messages\[0\].role"),
     "tool calls": (
         {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
-        r"messages\[0\].tool_calls is not supported",
+        r"messages\[0\].tool_calls\[0\].function",
     ),
     "no content": ({"messages": [{"role": "user"}]}, r"messages\[0\].content"),
     "null content": ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content"),
@@ -33,10 +29,16 @@ BAD = {
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
         r"messages\[0\].content\[0\]: a part of type text must have text",
     ),
-    "detail low": (
+    "mixed detail": (
         {"messages": [{"role": "user", "content": [
-            {"type": "image_url", "image_url": {"url": "data:", "detail": "low"}}]}]},
-        "max_pixels",
+            {"type": "image_url", "image_url": {"url": PIXEL, "detail": "low"}},
+            {"type": "image_url", "image_url": {"url": PIXEL}}]}]},
+        "detail is low for some",
+    ),
+    "unknown detail": (
+        {"messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": PIXEL, "detail": "most"}}]}]},
+        r"messages\[0\].content\[0\].image_url.detail",
     ),
     "string for number": ({"messages": ASK, "max_tokens": "5"}, "max_tokens: .*integer"),
     "fraction": ({"messages": ASK, "max_tokens": 2.5}, "max_tokens: .*integer"),
@@ -51,7 +53,7 @@ BAD = {
     "logit bias id": ({"messages": ASK, "logit_bias": {"999999": 1}}, "logit_bias"),
     "stop ids": ({"messages": ASK, "stop_token_ids": [-1]}, "stop_token_ids"),
     "top logprobs alone": ({"messages": ASK, "top_logprobs": 3}, "needs logprobs"),
-    "many logprobs": ({"messages": ASK, "logprobs": True, "top_logprobs": 21}, "logprobs=21"),
+    "many logprobs": ({"messages": ASK, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     "stream options alone": (
         {"messages": ASK, "stream_options": {"include_usage": True}},
         "needs stream",

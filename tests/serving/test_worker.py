@@ -45,7 +45,7 @@ def run(script, deadline_seconds=5.0, seconds_before_reading=0.01):
     """Read everything; give the deltas and the error at the end, if any."""
 
     async def read():
-        pump, deltas = Pump(script, REQUEST, deadline_seconds), []
+        pump, deltas = Pump(script, [REQUEST], deadline_seconds), []
         await asyncio.sleep(seconds_before_reading)
         try:
             async for one in pump:
@@ -96,7 +96,7 @@ def test_an_answer_that_the_engine_broke_off_is_an_error(reason):
 def test_closing_aborts_and_waits_for_the_engine():
     async def close():
         script = Script(then="wait")
-        pump = Pump(script, REQUEST, 5.0)
+        pump = Pump(script, [REQUEST], 5.0)
         await asyncio.sleep(0.01)
         await pump.aclose()
         return script.aborted

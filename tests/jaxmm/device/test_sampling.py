@@ -45,7 +45,7 @@ _jit_remember = jax.jit(remember)
 
 
 def params_of(rows: list[dict[str, Any]]) -> SampleParams:
-    """One row of parameters for each dict; `banned` and `seed` may be in it too."""
+    """One row of parameters for each dict; `banned`, `allowed` and `seed` may be in it too."""
 
     def column(name: str) -> jnp.ndarray:
         kind = np.float32 if isinstance(NEUTRAL[name], float) else np.int32
@@ -54,11 +54,13 @@ def params_of(rows: list[dict[str, Any]]) -> SampleParams:
     banned = np.zeros((len(rows), MAX_BANNED), np.int32)
     for r, row in enumerate(rows):
         banned[r, : len(row.get("banned", ()))] = row.get("banned", ())
+    allowed = [sum(1 << i for i in row.get("allowed", range(VOCAB))) for row in rows]
     return SampleParams(
         **{f"{name}_B": column(name) for name in NEUTRAL if name != "num_banned"},
         num_banned_B=jnp.array([len(row.get("banned", ())) for row in rows], jnp.int32),
         seed_B2=jnp.array([row.get("seed", (0, 0)) for row in rows], jnp.int32),
         banned_BX=jnp.array(banned),
+        allowed_BO=jnp.array(allowed, jnp.uint32)[:, None],
     )
 
 
@@ -79,6 +81,7 @@ def sample(
         num_ids=num_ids,
         any_random=jnp.bool(any(row.get("temperature") for row in rows)),
         any_penalty=jnp.bool(True),
+        any_masked=jnp.bool(any("allowed" in row for row in rows)),
         any_logprobs=jnp.bool(True),
     )
 
@@ -451,3 +454,31 @@ def test_logprobs_are_the_models_own_before_anything_is_changed() -> None:
         order = np.argsort(-expected[r], kind="stable")[:MAX_LOGPROBS]
         assert out.top_id_BX[r].tolist() == order.tolist()
         np.testing.assert_allclose(out.top_logprob_BX[r], expected[r, order], atol=1e-5)
+
+
+@given(
+    allowed=st.lists(st.sets(st.integers(0, NUM_IDS - 1), min_size=1), min_size=1, max_size=3),
+    temperature=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 1 << 20),
+)
+@settings(max_examples=30, deadline=None)
+def test_no_token_outside_its_rows_mask_is_chosen(allowed, temperature, seed):
+    logits = np.random.default_rng(seed).normal(size=(len(allowed), NUM_IDS)) * 5
+    rows = [
+        {"allowed": ids, "temperature": temperature, "slot": r, "seed": (seed, r)}
+        for r, ids in enumerate(allowed)
+    ]
+    tokens = np.asarray(sample(logits, rows).token_B)
+    for row, ids, token in zip(logits, allowed, tokens.tolist(), strict=True):
+        assert token in ids
+        if temperature == 0:
+            assert token == max(ids, key=lambda i: row[i])
+
+
+def test_a_mask_leaves_logprobs_and_other_rows_as_they_are():
+    logits = np.random.default_rng(3).normal(size=(2, NUM_IDS))
+    best = logits.argmax(axis=1)
+    free = sample(logits, [{}, {"slot": 1}])
+    masked = sample(logits, [{"allowed": {int(best[0])}}, {"slot": 1}])
+    for one, other in zip(free, masked, strict=True):
+        np.testing.assert_array_equal(one, other)

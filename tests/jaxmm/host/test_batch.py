@@ -18,7 +18,7 @@ from tests.jaxmm.host.prompts import PLACEHOLDER, Picture, make_prompt
 
 NUM_IDS = 500
 PAGE = 4
-LAYOUT = StepLayout(num_tokens=32, num_sequences=8, num_table_pages=6)
+LAYOUT = StepLayout(num_tokens=32, num_sequences=8, num_table_pages=6, num_mask_words=3)
 EOS = (2, 3)
 
 
@@ -161,7 +161,7 @@ def test_chunk_that_goes_on_into_the_output_reads_known_ids():
 
 @given(num_tokens=st.integers(1, 300), num_sequences=st.integers(1, 40), pages=st.integers(1, 40))
 def test_fields_fill_the_buffer_without_overlap(num_tokens, num_sequences, pages):
-    layout = StepLayout(num_tokens, num_sequences, pages)
+    layout = StepLayout(num_tokens, num_sequences, pages, 2)
     owner = np.zeros(layout.size, np.int32)
     for offset, shape in layout.fields.values():
         owner[offset : offset + int(np.prod(shape, dtype=int))] += 1
@@ -174,3 +174,21 @@ def test_views_write_into_the_one_buffer():
     offset, _ = LAYOUT.fields["temperature_B"]
     assert batch.buffer[offset + 1] == np.float32(0.5).view(np.int32)
     assert np.count_nonzero(batch.buffer) == 1
+
+
+def test_masks_stand_in_the_order_of_the_sampled_rows(mixed):
+    class Following:
+        """A matcher whose tokenizer is smaller than the embedding."""
+
+        mask = np.array([5, 1 << 31], np.uint32)
+
+    plan, *_ = mixed
+    rows = sampled_rows(plan)
+    assert build(plan).allowed_BO is None and not build(plan)["any_masked"]
+    rows[1].sequence.matcher = Following()
+    batch = build(plan)
+    assert batch["any_masked"] and batch.allowed_BO.shape == (8, 3)
+    everything = (1 << 32) - 1
+    assert batch.allowed_BO[0].tolist() == [everything] * 3
+    assert batch.allowed_BO[1].tolist() == [5, 1 << 31, 0]
+    assert batch.allowed_BO[2].tolist() == [everything] * 3

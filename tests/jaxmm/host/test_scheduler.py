@@ -94,6 +94,25 @@ def test_a_sequence_decodes_before_its_tokens_are_known():
     assert (sequence.num_sampled, sequence.output_ids) == (3, [])
 
 
+def test_a_sequence_with_a_grammar_decodes_once_its_token_is_known():
+    loop, *_ = build()
+    free, bound = (sequence_of([i] * 5, name=f"r{i}", max_tokens=8) for i in (1, 2))
+    bound.matcher = object()  # nothing of it is asked here
+    loop.scheduler.add(free)
+    loop.scheduler.add(bound)
+    assert not loop.scheduler.awaits_tokens
+    loop.scheduler.plan()
+    assert [row.sequence for row in loop.scheduler.plan().decodes] == [free]
+    assert not loop.scheduler.awaits_tokens  # the other one can go on
+    loop.scheduler.append(bound, 7)
+    assert {row.sequence for row in loop.scheduler.plan().decodes} == {free, bound}
+    loop.scheduler.append(free, 7)
+    loop.scheduler.finish(free, "stop")
+    assert loop.scheduler.awaits_tokens
+    loop.scheduler.append(bound, 7)
+    assert not loop.scheduler.awaits_tokens
+
+
 def test_decodes_come_first_and_the_longest_of_them():
     loop, *_ = build(prefix_cache=False)
     for name, length in (("a", 3), ("b", 7), ("c", 5)):

@@ -1,0 +1,78 @@
+"""Routes of jaxmm's own API beside /generate: tokens, plans, caches, aborts. Host only."""
+
+import asyncio
+import dataclasses
+from typing import Any
+
+from starlette.requests import Request
+
+from jaxmm.host.detokenize import Detokenizer
+from serving.ask import Served
+from serving.body import parse, read_object
+from serving.chat import ChatEndpoint
+from serving.completions import Completions, read_body
+from serving.engine import ServedEngine
+from serving.errors import UnknownAnswer
+from serving.generate import GenerateEndpoint
+from serving.native_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
+from serving.structured import tool_dicts
+from serving.translate import message_of
+
+
+class Native:
+    """Answers what is no answer of the model."""
+
+    def __init__(self, engine: ServedEngine, completions: Completions, served: Served) -> None:
+        """Take the parts that it needs."""
+        self._engine = engine
+        self._completions = completions
+        self._tokenizer = served.tokenizer
+        self._plans = _PlanEndpoint(served)
+
+    async def tokenize(self, http: Request) -> dict[str, Any]:
+        """Ids of a text or a conversation; an image is one placeholder id, however large."""
+        asked = parse(TokenizeRequest, await read_body(http))
+        ids = await asyncio.to_thread(self._encode, asked)
+        return {"token_ids": ids, "count": len(ids)}
+
+    async def detokenize(self, http: Request) -> dict[str, Any]:
+        """Text of ids; what is no UTF-8 becomes U+FFFD, ids beyond the vocabulary nothing."""
+        asked = parse(DetokenizeRequest, await read_body(http))
+        hidden = self._tokenizer.special_ids if asked.skip_special_tokens else frozenset[int]()
+        detokenizer = Detokenizer(self._tokenizer.token_bytes, hidden)
+        return {"text": detokenizer.push(asked.token_ids)[0] + detokenizer.finish()}
+
+    async def plan(self, http: Request) -> dict[str, Any]:
+        """What a request would cost now: tokens, buckets, padding, hits and pages."""
+        _, [request] = await self._completions.prepare(http, self._plans)
+        return dataclasses.asdict(await self._engine.cost(request))
+
+    async def flush_cache(self) -> dict[str, Any]:
+        """Forget all prefixes, encoded images and known files that no running request uses."""
+        await asyncio.to_thread(self._engine.flush_caches)
+        return {"status": "ok"}
+
+    async def abort(self, http: Request) -> dict[str, Any]:
+        """End an answer that is being made; its own client gets an error that says so."""
+        asked = parse(AbortRequest, await read_body(http))
+        if not self._completions.abort(http.state.tenant, asked.id):
+            raise UnknownAnswer("no answer of this id is being made")
+        return {"status": "ok"}
+
+    def _encode(self, asked: TokenizeRequest) -> list[int]:
+        if asked.text is not None:
+            return [int(i) for i in self._tokenizer.encode_text(asked.text)]
+        messages = [message_of(message) for message in asked.messages or ()]
+        ids = self._tokenizer.encode_chat(messages, tool_dicts(asked.tools or ())).ids
+        return [int(i) for i in ids]
+
+
+class _PlanEndpoint:
+    """A body of chat completions, or of /generate."""
+
+    def __init__(self, served: Served) -> None:
+        self._chat, self._generate = ChatEndpoint(served), GenerateEndpoint(served)
+
+    def read(self, body: bytes | bytearray) -> Any:
+        is_chat = "messages" in read_object(body)
+        return (self._chat if is_chat else self._generate).read(body)
