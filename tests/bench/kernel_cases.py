@@ -44,6 +44,8 @@ class Case:
     """Name of the Pallas call whose schedule is read."""
     times: tuple[float, ...] = ()
     """How often each large part runs, inside of what holds it."""
+    optional: tuple[int, ...] = ()
+    """Indices of `times` whose part is small on some chips."""
     large: int = 95
     """Bundles from which a part is large."""
     small_loop_times: float = 1.0
@@ -123,6 +125,7 @@ def extend_case(tokens: int, heads: int, kv_heads: int, page: int) -> Case:
             masked / 2,
             1,
         ),
+        optional=(1,),
         large=80,
         small_loop_times=block // page,
     )
