@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxmm.errors import JaxmmError
     from jaxmm.host.grammar import json_grammar
     from jaxmm.request import Completion, Delta, Embeddings, Request, Result, SamplingParams, Usage
+    from jaxmm.session import Session
     from jaxmm.start import default_model
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ _HOMES = {
     "Request": "jaxmm.request",
     "Result": "jaxmm.request",
     "SamplingParams": "jaxmm.request",
+    "Session": "jaxmm.session",
     "Usage": "jaxmm.request",
     "default_model": "jaxmm.start",
 }
@@ -48,6 +50,7 @@ __all__ = [
     "Request",
     "Result",
     "SamplingParams",
+    "Session",
     "Usage",
     "agenerate",
     "default_model",

@@ -1,34 +1,18 @@
 """`generate` in its forms: one prompt or many, whole or streamed, blocking or async. Host only."""
 
 import atexit
-import queue
+import functools
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from tqdm.auto import tqdm
-
+from jaxmm.asking import Images, Message, Prompt, Videos, make_request, sampling_params
 from jaxmm.config import EngineConfig, load_config
-from jaxmm.engine import Engine, new_request_id
-from jaxmm.errors import JaxmmError, RequestError
-from jaxmm.request import (
-    Completion,
-    Delta,
-    ImageSource,
-    Request,
-    Result,
-    SamplingParams,
-    TokenLogprob,
-    Usage,
-)
-
-Message = Mapping[str, Any]
-Prompt = str | Sequence[Message]
-"""A question, or chat turns `{"role": …, "content": …}`."""
-Images = ImageSource | Sequence[ImageSource] | None
+from jaxmm.engine import Engine
+from jaxmm.errors import RequestError
+from jaxmm.gather import gather, stream_deltas
+from jaxmm.request import Delta, Result
 
 
 @overload
@@ -36,6 +20,9 @@ def generate(
     prompt: Prompt,
     images: Images = ...,
     *,
+    videos: Videos = ...,
+    fps: float | None = ...,
+    num_frames: int | None = ...,
     engine: Engine | None = ...,
     model: str | None = ...,
     stream: Literal[False] = ...,
@@ -46,6 +33,9 @@ def generate(
     prompt: list[str] | list[list[Message]],
     images: Sequence[Images] | None = ...,
     *,
+    videos: Sequence[Videos] | None = ...,
+    fps: float | None = ...,
+    num_frames: int | None = ...,
     engine: Engine | None = ...,
     model: str | None = ...,
     stream: Literal[False] = ...,
@@ -56,6 +46,9 @@ def generate(
     prompt: Prompt,
     images: Images = ...,
     *,
+    videos: Videos = ...,
+    fps: float | None = ...,
+    num_frames: int | None = ...,
     engine: Engine | None = ...,
     model: str | None = ...,
     stream: Literal[True],
@@ -65,18 +58,26 @@ def generate(
     prompt: Any,
     images: Any = None,
     *,
+    videos: Any = None,
+    fps: float | None = None,
+    num_frames: int | None = None,
     engine: Engine | None = None,
     model: str | None = None,
     stream: bool = False,
     **sampling: Any,
 ) -> Result | list[Result] | Iterator[Delta]:
-    """Answer a prompt, or a list of prompts, about pictures.
+    """Answer a prompt, or a list of prompts, about pictures and videos.
 
     Args:
         prompt: A question; chat turns (a list of `{"role", "content"}`); or a list of either.
         images: What the prompt is about: paths, encoded bytes, PIL images, uint8[H, W, 3] arrays
             or `Embeddings`, one or a list. For a list of prompts: one entry for each. In chat turns
             the k-th `{"type": "image"}` part is the k-th image.
+        videos: The same for videos: paths, encoded bytes (MP4, WebM, GIF), uint8[T, H, W, 3]
+            arrays, or lists of frames, one or a list; a list of frames stands in a list of videos.
+        fps: Frames of each second of video to look at; of a list of frames, how many a second
+            they are. None: the engine's `media.video_fps`.
+        num_frames: Frames of each video to look at, evenly spread, instead of `fps`.
         engine: The engine to use; None: one that this process keeps for `model`.
         model: Checkpoint directory; None: the small model that jaxmm ships.
         stream: Give a `Delta` for each step instead of a result. Single prompts only.
@@ -90,60 +91,53 @@ def generate(
     """
     engine = engine or _shared_engine(model)
     params = sampling_params(sampling)
+    build = functools.partial(make_request, params=params, fps=fps, num_frames=num_frames)
     if not _is_batch(prompt):
-        request = make_request(prompt, images, params)
-        return _stream(engine, request) if stream else _gather(engine, [request])[0]
+        request = build(prompt, images, videos=videos)
+        return stream_deltas(engine, request) if stream else gather(engine, [request])[0]
     if stream:
         raise RequestError("stream=True takes one prompt; for several use agenerate, or no stream")
-    given = [None] * len(prompt) if images is None else list(images)
-    if len(given) != len(prompt):
-        raise RequestError(
-            f"{len(prompt)} prompts came with {len(given)} entries of images; give one for each"
-        )
-    return _gather(engine, [make_request(p, i, params) for p, i in zip(prompt, given, strict=True)])
+    pictures = _one_for_each(images, len(prompt), "images")
+    clips = _one_for_each(videos, len(prompt), "videos")
+    return gather(
+        engine,
+        [build(p, i, videos=v) for p, i, v in zip(prompt, pictures, clips, strict=True)],
+    )
 
 
 async def agenerate(
     prompt: Prompt,
     images: Images = None,
     *,
+    videos: Videos = None,
+    fps: float | None = None,
+    num_frames: int | None = None,
     engine: Engine | None = None,
     model: str | None = None,
     **sampling: Any,
 ) -> AsyncIterator[Delta]:
     """Answer one prompt, giving a `Delta` for each step; see `generate`."""
     engine = engine or _shared_engine(model)
-    async for delta in engine.astream(make_request(prompt, images, sampling_params(sampling))):
+    request = make_request(
+        prompt,
+        images,
+        sampling_params(sampling),
+        videos=videos,
+        fps=fps,
+        num_frames=num_frames,
+    )
+    async for delta in engine.astream(request):
         yield delta
 
 
-def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
-    """Check keyword arguments against the fields of `SamplingParams`."""
-    known = SamplingParams.__dataclass_fields__
-    for name in fields:
-        if name not in known:
-            raise RequestError(f"unknown argument {name!r}; known are {', '.join(sorted(known))}")
-    return SamplingParams(**fields)
-
-
-def make_request(prompt: Prompt, images: Images, params: SamplingParams) -> Request:
-    """Wrap a prompt; a plain question becomes one user turn, pictures first."""
-    sources = _as_tuple(images)
-    if isinstance(prompt, str):
-        parts: list[dict[str, str]] = [{"type": "image"} for _ in sources]
-        messages: Sequence[Message] = [
-            {"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}
-        ]
-    else:
-        messages = prompt
-    return Request(id=new_request_id(), messages=messages, images=sources, sampling=params)
-
-
-def _as_tuple(images: Images) -> tuple[ImageSource, ...]:
-    if images is None:
-        return ()
-    several = images if isinstance(images, (list, tuple)) else (images,)
-    return tuple(Path(image) if isinstance(image, str) else image for image in several)
+def _one_for_each(given: Sequence[Any] | None, num_prompts: int, noun: str) -> list[Any]:
+    """What belongs to each prompt of a list."""
+    entries = [None] * num_prompts if given is None else list(given)
+    if len(entries) != num_prompts:
+        raise RequestError(
+            f"{num_prompts} prompts came with {len(entries)} entries of {noun}; give one for each"
+        )
+    return entries
 
 
 def _is_batch(prompt: Any) -> bool:
@@ -151,110 +145,6 @@ def _is_batch(prompt: Any) -> bool:
     if not isinstance(prompt, (list, tuple)):
         return False
     return not prompt or not all(isinstance(turn, Mapping) for turn in prompt)
-
-
-# Gathering
-
-
-@dataclass(slots=True)
-class _Gathered:
-    """The completions of one request, as their deltas arrive."""
-
-    request: Request
-    texts: list[list[str]] = field(init=False)
-    token_ids: list[list[int]] = field(init=False)
-    logprobs: list[list[TokenLogprob]] = field(init=False)
-    reasons: dict[int, Any] = field(default_factory=dict)
-    usage: Usage | None = None
-
-    def __post_init__(self) -> None:
-        n = self.request.sampling.n
-        self.texts, self.token_ids = [[] for _ in range(n)], [[] for _ in range(n)]
-        self.logprobs = [[] for _ in range(n)]
-
-    def add(self, delta: Delta) -> bool:
-        """Take a delta; True when all completions are finished."""
-        self.texts[delta.index].append(delta.text)
-        self.token_ids[delta.index].extend(delta.token_ids)
-        self.logprobs[delta.index].extend(delta.logprobs or ())
-        if delta.finish_reason is not None:
-            self.reasons[delta.index] = delta.finish_reason
-            self.usage = delta.usage
-        return len(self.reasons) == self.request.sampling.n
-
-    def result(self) -> Result:
-        assert self.usage is not None, "a finished request has its usage"
-        wants_logprobs = self.request.sampling.logprobs is not None
-        return Result(
-            id=self.request.id,
-            usage=self.usage,
-            completions=tuple(
-                Completion(
-                    index=i,
-                    text="".join(self.texts[i]),
-                    token_ids=tuple(self.token_ids[i]),
-                    finish_reason=self.reasons[i],
-                    logprobs=tuple(self.logprobs[i]) if wants_logprobs else None,
-                )
-                for i in range(self.request.sampling.n)
-            ),
-        )
-
-
-_Event = tuple[int, Delta | JaxmmError]
-
-
-def _gather(engine: Engine, requests: list[Request]) -> list[Result]:
-    """Run requests together, no more at a time than may wait; the first error aborts the others."""
-    events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-    gathered = [_Gathered(request) for request in requests]
-    unsent = deque(range(len(requests)))
-    open_requests: set[int] = set()
-    room = engine.config.max_waiting  # completions that may still be sent
-    bar = tqdm(
-        desc="generate",
-        total=len(requests),
-        unit="request",
-        disable=not engine.config.progress or len(requests) == 1,
-    )
-    try:
-        while unsent or open_requests:
-            while unsent and (not open_requests or requests[unsent[0]].sampling.n <= room):
-                i = unsent.popleft()
-                open_requests.add(i)
-                room -= requests[i].sampling.n
-                engine.submit(requests[i], lambda event, i=i: events.put((i, event)))  # type: ignore[misc]
-            i, event = events.get()
-            if isinstance(event, JaxmmError):
-                open_requests.discard(i)
-                raise event
-            if gathered[i].add(event):
-                open_requests.discard(i)
-                room += requests[i].sampling.n
-                bar.update()
-    finally:
-        bar.close()
-        for i in open_requests:
-            engine.abort(requests[i].id)
-    return [g.result() for g in gathered]
-
-
-def _stream(engine: Engine, request: Request) -> Iterator[Delta]:
-    """Yield deltas; leaving the loop early aborts the request."""
-    events: queue.SimpleQueue[Delta | JaxmmError] = queue.SimpleQueue()
-    engine.submit(request, events.put)
-    num_open = request.sampling.n
-    try:
-        while num_open:
-            event = events.get()
-            if isinstance(event, JaxmmError):
-                num_open = 0
-                raise event
-            num_open -= event.finish_reason is not None
-            yield event
-    finally:
-        if num_open:
-            engine.abort(request.id)
 
 
 # The engines that `generate` keeps

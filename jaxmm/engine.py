@@ -6,10 +6,9 @@ submit -> intake.py    pictures decoded and prompts built, on preparing threads
 """
 
 import asyncio
-import itertools
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Self
 
@@ -17,9 +16,11 @@ from jaxmm.answer import OnEvent
 from jaxmm.config import EngineConfig
 from jaxmm.cost import Cost
 from jaxmm.errors import EngineStopped, JaxmmError
+from jaxmm.host.kept import Keep
 from jaxmm.intake import Intake
 from jaxmm.loop import Loop
 from jaxmm.request import Delta, Request
+from jaxmm.session import Session
 from jaxmm.start import Parts, build_parts
 from jaxmm.stats import EngineStats, stats_of
 
@@ -89,7 +90,7 @@ class Engine:
         self._intake.abort(request_id)
         self._loop.post(lambda: self._loop.abort(request_id))
 
-    async def astream(self, request: Request) -> AsyncIterator[Delta]:
+    async def astream(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Serve a request, giving what each step adds; leaving the loop early aborts it.
 
         Raises:
@@ -118,6 +119,25 @@ class Engine:
             if num_open:
                 self.abort(request.id)
 
+    def session(
+        self, system: str | None = None, *, salt: str = "", expire_seconds: float | None = None
+    ) -> Session:
+        """Begin a conversation whose turns send only what is new; see `Session`.
+
+        Args:
+            system: What the model is told first.
+            salt: The tenant.
+            expire_seconds: Time after a turn until what is kept is given back; None: the setting
+                `sessions.expire_seconds`.
+        """
+        seconds = self.config.sessions.expire_seconds if expire_seconds is None else expire_seconds
+        return Session(self, system, salt=salt, expire_seconds=seconds)
+
+    def forget(self, keep: Keep) -> None:
+        """Give back what a conversation keeps, after its running turn if there is one."""
+        keep.closed = True
+        self._loop.post(lambda: self.scheduler.pins.drop(keep))
+
     async def cost(self, request: Request) -> Cost:
         """Tell what a request would cost now, without running it.
 
@@ -137,10 +157,14 @@ class Engine:
         return stats_of(self._parts, preparing=self._intake.num_preparing)
 
     def flush_caches(self) -> None:
-        """Forget all prefixes, image rows and known files that no running request uses."""
+        """Forget all prefixes, image rows and known pictures that no running request uses.
+
+        Conversations lose what they keep, and go on more slowly.
+        """
         done = threading.Event()
 
         def flush() -> None:
+            self.scheduler.pins.clear()
             self._parts.prefix_cache.clear()
             self._parts.arena.clear()
             self._parts.media_map.clear()
@@ -170,6 +194,7 @@ class Engine:
         self._loop.stop()
         self._thread.join()
         self._intake.close()
+        self.scheduler.pins.clear()
         self._parts.close()
 
     def __enter__(self) -> Self:
@@ -197,11 +222,3 @@ class Engine:
 
     def _stopped(self) -> EngineStopped:
         return EngineStopped(f"the engine has stopped: {self._failure or 'it was closed'}")
-
-
-_counter = itertools.count()
-
-
-def new_request_id(prefix: str = "req") -> str:
-    """An id that this process has not used."""
-    return f"{prefix}-{next(_counter)}"

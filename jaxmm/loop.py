@@ -13,6 +13,7 @@ from jaxmm.answer import Answer, tell
 from jaxmm.dispatch import Dispatcher, Pending
 from jaxmm.errors import EngineStopped, GrammarError, JaxmmError
 from jaxmm.host.item import Item
+from jaxmm.host.kept import Keep
 from jaxmm.host.sequence import Sequence, Status
 from jaxmm.request import Delta
 from jaxmm.start import Parts
@@ -109,11 +110,12 @@ class Loop:
             self._tell(answer, error)
 
     def _take_inbox(self) -> None:
-        """Do what other threads asked for; with nothing to compute, wait for that."""
+        """Do what other threads asked for; with nothing to compute, wait for that, or until a
+        conversation expires."""
         idle = not self._pending and not self._plannable
         while True:
             try:
-                action = self._inbox.get(block=idle)
+                action = self._inbox.get(block=idle, timeout=self._scheduler.pins.seconds_left)
             except queue.Empty:
                 return
             action()
@@ -129,6 +131,7 @@ class Loop:
         With grammars alone to decode, the order is the other way round: their next step needs
         the tokens of this one, and a step with half of them takes as long as one with all.
         """
+        self._scheduler.pins.expire()
         if self._pending and self._scheduler.awaits_tokens:
             self._read(self._pending.popleft())
         plan = self._scheduler.plan() if self._plannable else None
@@ -158,10 +161,17 @@ class Loop:
                 continue
             if delta.finish_reason is not None:  # all is given back before anybody hears of it
                 self._scheduler.finish(sequence, delta.finish_reason)
+                self._keep(sequence, answer)
                 if answer.num_open == 0:
                     del self._answers[answer.request.id]
             self._tell(answer, delta)
         self._stalled = False
+
+    def _keep(self, sequence: Sequence, answer: Answer) -> None:
+        """Pin the prefix of a conversation that goes on."""
+        keep = answer.request.keep
+        if isinstance(keep, Keep) and not keep.closed:
+            self._scheduler.keep(sequence, keep)
 
     def _answer_of(self, sequence: Sequence) -> Answer | None:
         """None when the request has ended, even if another one has its id now."""

@@ -52,6 +52,8 @@ class Sizes:
             max_waiting=config.max_waiting,
             max_model_len=self.max_model_len,
             page_size=self.page_size,
+            max_pinned_pages=int(self.num_pages * config.sessions.page_share),
+            max_sessions=config.sessions.max_kept,
         )
 
 
@@ -134,11 +136,18 @@ def weight_count(model: ModelConfig) -> int:
     """Parameters of the model, norms and biases left out (below a thousandth)."""
     t, v = model.text, model.vision
     heads = t.num_heads * t.head_channels
-    layer = t.width * (2 * heads + 2 * t.num_kv_heads * t.head_channels + 3 * t.mlp_width)
+    attention = t.width * (2 * heads + 2 * t.num_kv_heads * t.head_channels)
+    mlps = sum(
+        3 * t.width * t.expert_width * t.num_experts
+        if t.has_experts(layer)
+        else 3 * t.width * t.mlp_width
+        for layer in range(t.num_layers)
+    )
     block = 4 * v.width**2 + 3 * v.width * v.mlp_width
     merged = v.width * v.merged_patches
     vocab = t.vocab_size * t.width * (1 if t.tied else 2)
-    return t.num_layers * layer + v.depth * block + merged * (merged + v.out_width) + vocab
+    mergers = (1 + t.deepstack_levels) * merged * (merged + v.out_width)
+    return t.num_layers * attention + mlps + v.depth * block + mergers + vocab
 
 
 def _lane_patches(config: EngineConfig, model: ModelConfig, max_patches: int) -> int:
@@ -177,14 +186,27 @@ def _require_pages(config: EngineConfig, num_pages: int, page_size: int) -> None
         )
 
 
-def _check_memory(sizes: Sizes, model: ModelConfig, memory_bytes: int, itemsize: int) -> None:
-    """Refuse sizes that this device cannot hold, before anything is allocated."""
-    parts = {
+def has_room_for_twin(
+    config: EngineConfig, model: ModelConfig, sizes: Sizes, memory_bytes: int
+) -> bool:
+    """Whether `memory_fraction` holds float32 weights, and half as much once more."""
+    needed = sum(_memory_parts(sizes, model, 4).values()) + 2 * weight_count(model)
+    return needed <= int(memory_bytes * config.memory_fraction)
+
+
+def _memory_parts(sizes: Sizes, model: ModelConfig, itemsize: int) -> dict[str, int]:
+    """Bytes by the setting that decides about them."""
+    return {
         "weights": weight_count(model) * itemsize,
         "pages.num_pages": sizes.num_pages * page_bytes(model, sizes.page_size, itemsize),
         "arena.num_rows": sizes.num_rows * model.text.width * itemsize,
         "max_running": sizes.max_running * model.text.vocab_size * _COUNT_BYTES,
     }
+
+
+def _check_memory(sizes: Sizes, model: ModelConfig, memory_bytes: int, itemsize: int) -> None:
+    """Refuse sizes that this device cannot hold, before anything is allocated."""
+    parts = _memory_parts(sizes, model, itemsize)
     if sum(parts.values()) > memory_bytes:
         listed = ", ".join(f"{name} {size >> 20} MiB" for name, size in parts.items())
         largest = max(parts, key=lambda name: parts[name])
@@ -204,7 +226,7 @@ def _pages_that_fit(
     memory_bytes: int,
     itemsize: int,
 ) -> int:
-    taken = (weight_count(model) + num_rows * model.text.width) * itemsize
+    taken = (weight_count(model) + num_rows * model.text.row_width) * itemsize
     budget = int(memory_bytes * config.memory_fraction) - taken
     if on_cpu:
         budget = min(budget, _CPU_KV_BYTES)

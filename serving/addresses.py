@@ -1,22 +1,27 @@
 """Which hosts and addresses pictures may be fetched from. Host only."""
 
 import asyncio
+import functools
 import ipaddress
 import socket
 from collections.abc import Sequence
+from concurrent.futures import Executor
 
 from serving.errors import FetchError
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
-async def resolve(host: str, port: int, allowed_hosts: Sequence[str]) -> tuple[str, ...]:
+async def resolve(
+    host: str, port: int, allowed_hosts: Sequence[str], threads: Executor | None = None
+) -> tuple[str, ...]:
     """Give the addresses to connect to, best first, all of them checked.
 
     Args:
         host: Name or address literal of a URL, IPv6 without brackets.
         port: Port that is going to be used.
         allowed_hosts: Setting `fetch.allowed_hosts`.
+        threads: Where the system is asked, which may take long; None: the event loop's.
 
     Raises:
         FetchError: The host may not be asked, or has no address.
@@ -25,7 +30,8 @@ async def resolve(host: str, port: int, allowed_hosts: Sequence[str]) -> tuple[s
     if not (named or any(_covers(entry, host) for entry in allowed_hosts)):
         raise FetchError(f"host {host} is not among fetch.allowed_hosts")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        ask = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(threads, ask)
     except (OSError, UnicodeError):
         raise FetchError(f"host {host} cannot be resolved") from None
     addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in found))

@@ -15,6 +15,8 @@ MAX_HEAD_BYTES = 64 << 10
 LINGER_SECONDS = 5.0
 """Time that a client may go on sending a body whose request has been answered: it may not read
 the answer before it has sent everything."""
+STALL_SECONDS = 60.0
+"""Time that a client may take to read when what it has been sent has filled all buffers."""
 MAX_CONNECTIONS = 8192
 
 
@@ -22,6 +24,7 @@ class Connection(HttpToolsProtocol):
     """uvicorn's protocol with limits of its own: it waits for a head for ever, of any size."""
 
     _timer: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
     _num_heads = 0
     _num_head_bytes = 0
     _in_head = True
@@ -38,6 +41,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._stop_timer()
+        self._stop_stalled()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -73,16 +77,38 @@ class Connection(HttpToolsProtocol):
         if not self._in_head and not self.transport.is_closing():
             self._close_after(LINGER_SECONDS)
 
+    def pause_writing(self) -> None:
+        """The client reads more slowly than it is answered, or not at all."""
+        super().pause_writing()
+        self._stop_stalled()
+        self._stalled = self.loop.call_later(STALL_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        self._stop_stalled()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """No request has followed."""
+        self._close()
+
     def _close_after(self, seconds: float) -> None:
         self._stop_timer()
         self._timer = self.loop.call_later(seconds, self._close)
 
     def _close(self) -> None:
-        self._timer = None
+        """Close after what is still to be sent, but do not wait for a client that reads nothing."""
+        self._stop_timer()
         if not self.transport.is_closing():
             self.transport.close()
+            self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _stop_stalled(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None

@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
@@ -28,6 +29,9 @@ class Remote:
         self._config = config
         self._gates = gates
         self._max_bytes = max_bytes
+        self._resolvers = ThreadPoolExecutor(
+            config.max_concurrent, thread_name_prefix="jaxmm-resolve"
+        )  # a name whose servers do not answer keeps its thread for long
         self._client = httpx.AsyncClient(
             trust_env=False,
             follow_redirects=False,
@@ -38,6 +42,7 @@ class Remote:
 
     async def aclose(self) -> None:
         """Close what is open."""
+        self._resolvers.shutdown(wait=False, cancel_futures=True)
         await self._client.aclose()
 
     async def get(self, target: httpx.URL, take: Callable[[int], None]) -> bytes:
@@ -64,8 +69,10 @@ class Remote:
     async def _follow(self, target: httpx.URL, take: Callable[[int], None]) -> bytes:
         for _ in range(self._config.max_redirects + 1):
             port = target.port or _DEFAULT_PORTS[target.scheme]
-            addresses = await resolve(target.host, port, self._config.allowed_hosts)
             async with self._gates.passing(f"{target.host}:{port}"):
+                addresses = await resolve(
+                    target.host, port, self._config.allowed_hosts, self._resolvers
+                )
                 response = await self._ask(target, addresses)
                 try:
                     if not response.has_redirect_location:

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from jaxmm.api import _gather, new_request_id
+from jaxmm.asking import new_request_id
 from jaxmm.config import EngineConfig, load_config
 from jaxmm.engine import Engine
+from jaxmm.gather import gather
 from jaxmm.host.arena import RowKey
 from jaxmm.request import Request, Result, SamplingParams
 from tests.checkpoints import Family, checkpoint
@@ -70,8 +71,11 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def turn(*parts: str) -> list[dict[str, Any]]:
-    """One user turn; the part "<image>" is a picture."""
-    content = [{"type": "image"} if p == "<image>" else {"type": "text", "text": p} for p in parts]
+    """One user turn; the parts "<image>" and "<video>" are a picture and a video."""
+    content = [
+        {"type": p[1:-1]} if p in ("<image>", "<video>") else {"type": "text", "text": p}
+        for p in parts
+    ]
     return [{"role": "user", "content": content}]
 
 
@@ -90,7 +94,7 @@ def request(messages: Any, images: Sequence[Any] = (), **fields: Any) -> Request
 
 def ask(on: Engine, *requests: Request) -> list[Result]:
     """Serve requests together."""
-    return _gather(on, list(requests))
+    return gather(on, list(requests))
 
 
 def logprobs(result: Result) -> np.ndarray:

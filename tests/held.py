@@ -19,6 +19,8 @@ def held(on: Engine) -> dict[str, Any]:
         return {
             "free pages": parts.pool.num_free,
             "cached pages": parts.prefix_cache.num_pages,
+            "pinned pages": parts.prefix_cache.num_pinned,
+            "conversations": len(scheduler.pins),
             "free rows": parts.arena.num_free,
             "slots": scheduler._residency.num_slots,
             "running": scheduler.num_running,

@@ -12,7 +12,7 @@ from tests.engines import SMALL, cache_dir, engine
 from tests.serving.conftest import running
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-NOTEBOOK, CLIENT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+NOTEBOOK, SESSION, CLIENT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 SERVED_AT = "http://127.0.0.1:8000"
 
 
@@ -32,6 +32,12 @@ def test_the_notebook_example_is_under_25_lines():
 def test_the_notebook_example_runs(small_model, capsys):
     exec(compile(NOTEBOOK, "README.md", "exec"), {})
     assert "Usage(prompt_tokens=" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_conversation_example_runs(small_model, capsys):
+    exec(compile(SESSION, "README.md", "exec"), {})
+    assert capsys.readouterr().out.count("'role': 'assistant'") == 2
 
 
 @pytest.mark.slow

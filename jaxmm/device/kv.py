@@ -1,21 +1,27 @@
 """The paged KV cache as the layers see it. Traced."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 from jax import Array
 from jaxtyping import Float, Int32
 
 from jaxmm.device.backend import Backend
+from jaxmm.device.norms import rms_norm
+from jaxmm.device.rope import Rope, rotate
 from jaxmm.device.sharding import WHOLE, spec_of
 from jaxmm.models.config import TextConfig
 from kernels_pallas.ragged_paged_attention import (
     Ragged,
     StepPlan,
+    attend_rows,
     page_shape,
     plan_step,
     write_and_attend,
 )
+from kernels_pallas.ragged_paged_attention.layout import query_scale
+from kernels_pallas.rotate_heads import Norms, rotate_grouped
+from kernels_pallas.tiling import LANES
 
 KVPages = tuple[Float[Array, "P ..."], ...]
 """Each layer's pool; the axes behind P are the implementation's (`page_shape`)."""
@@ -58,22 +64,68 @@ class PagedAttention(NamedTuple):
 
     def __call__(
         self,
-        q_THC: Float[Array, "T H C"],
-        k_TKC: Float[Array, "T K C"],
-        v_TKC: Float[Array, "T K C"],
+        qkv_TO: Float[Array, "T O"],
+        rope: Rope,
         pages: Float[Array, "P ..."],
-    ) -> tuple[Float[Array, "T H C"], Float[Array, "P ..."]]:
-        """Write the step's keys and values, then attend; each chip does its own heads.
+        *,
+        channels: int,
+        norms: Norms | None = None,
+        eps: float = 0.0,
+    ) -> tuple[Float[Array, "T X"], Float[Array, "P ..."]]:
+        """Rotate, write the step's keys and values, attend; each chip does its own heads.
 
         Args:
-            q_THC: Rotated queries; head h reads KV head h // (H / K).
-            k_TKC: Rotated keys.
-            v_TKC: Values.
+            qkv_TO: The fused projection: per KV head its query heads, its key, its value.
+            rope: Positions of the step's tokens.
             pages: One layer's pool.
+            channels: C, of one head.
+            norms: Of queries and keys before they are rotated.
+            eps: Of the norms.
+
+        Returns:
+            Attended values, query heads side by side; and the pool.
         """
-        attend: Any = self.backend.per_chip(
-            partial(write_and_attend, implementation=self.backend.kernels),
-            (spec_of("THC"), spec_of("TKC"), spec_of("TKC"), KV_POOL, WHOLE),
-            (spec_of("THC"), KV_POOL),
+        attend = self.backend.per_chip(
+            partial(_attend, channels=channels, eps=eps, kernels=self.backend.kernels),
+            (spec_of("TO"), WHOLE, KV_POOL, WHOLE, WHOLE),
+            (spec_of("TO"), KV_POOL),
         )
-        return attend(q_THC, k_TKC, v_TKC, pages, self.plan)
+        return attend(qkv_TO, rope, pages, self.plan, norms)
+
+
+def _attend(
+    qkv_TO: Float[Array, "T O"],
+    rope: Rope,
+    pages: Float[Array, "P ..."],
+    plan: StepPlan,
+    norms: Norms | None,
+    *,
+    channels: int,
+    eps: float,
+    kernels: Literal["portable", "pallas"],
+) -> tuple[Float[Array, "T X"], Float[Array, "P ..."]]:
+    """One chip's heads."""
+    num_kv = pages.shape[1] if kernels == "pallas" else pages.shape[1] // 2
+    if kernels == "pallas" and channels % LANES == 0:
+        cos_TC, sin_TC = rope.whole_heads()
+        q_TX, new_TY = rotate_grouped(
+            qkv_TO,
+            cos_TC,
+            sin_TC,
+            num_kv_heads=num_kv,
+            scale=query_scale(channels),
+            norms=norms,
+            eps=eps,
+        )
+        return attend_rows(q_TX, new_TY, pages, plan, channels)
+    # heads that do not fill whole registers are padded anyhow, by XLA
+    qkv_TKXC = qkv_TO.reshape(len(qkv_TO), num_kv, -1, channels)
+    q_THC = qkv_TKXC[:, :, :-2].reshape(len(qkv_TO), -1, channels)
+    k_TKC, v_TKC = qkv_TKXC[:, :, -2], qkv_TKXC[:, :, -1]
+    if norms is not None:
+        q_THC = rms_norm(q_THC, norms.q_C, eps)
+        k_TKC = rms_norm(k_TKC, norms.k_C, eps)
+    attended_THC, pages = write_and_attend(
+        rotate(q_THC, rope), rotate(k_TKC, rope), v_TKC, pages, plan, implementation=kernels
+    )
+    return attended_THC.reshape(len(qkv_TO), -1), pages

@@ -22,6 +22,10 @@ class Rope(NamedTuple):
         tables = cls(jnp.cos(angle_TX), jnp.stack([-sin_TX, sin_TX], axis=1))
         return lax.optimization_barrier(tables)  # else XLA computes them again in each layer
 
+    def whole_heads(self) -> tuple[Float[Array, "T C"], Float[Array, "T C"]]:
+        """Cosine and sine for all C channels; the sine is negative in the first half."""
+        return jnp.tile(self.cos_TX, 2), self.sin_T2X.reshape(len(self.sin_T2X), -1)
+
 
 def rotate(x_THC: Float[Array, "T H C"], rope: Rope) -> Float[Array, "T H C"]:
     """Rotate channel i with channel i + C/2 (arXiv:2104.09864, GPT-NeoX's half-split form).

@@ -1,5 +1,6 @@
 """Holds what lives on the device, and runs the steps on it. Host only, but for what it holds."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,14 +13,16 @@ from jax.typing import DTypeLike
 from jaxmm.device import steps
 from jaxmm.device.backend import Backend
 from jaxmm.device.executables import Executables
+from jaxmm.device.lane import Lane
 from jaxmm.device.ledger import CompileLedger
-from jaxmm.device.lowering import PRIME_IDS, UPLOAD_ROWS, Lowering
+from jaxmm.device.lowering import PRIME_IDS, UPLOAD_ROWS, Lowering, patch_spec
 from jaxmm.device.sampling import Sampled
 from jaxmm.device.sharding import WHOLE, param_spec
 from jaxmm.host.batch import StepBatch, StepLayout
 from jaxmm.host.lanes import EncodeBatch
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.stored import Block, ParameterPath, Stored
+from jaxmm.models.twin import make_twin
 from jaxmm.request import MAX_LOGIT_BIAS
 from jaxmm.sizes import Sizes
 
@@ -39,6 +42,7 @@ class Runner:
         backend: Backend,
         ledger: CompileLedger,
         compile_cache_dir: str,
+        twin: bool = False,
     ) -> None:
         """Allocate the device's memory; nothing is compiled or loaded yet.
 
@@ -49,16 +53,19 @@ class Runner:
             backend: Implementation of the ops, and the chips.
             ledger: Told of every executable.
             compile_cache_dir: Where executables are kept between starts.
+            twin: Keep the decoder's weights in bfloat16 too, for steps of one token.
         """
-        self._lowering = Lowering(model, sizes, dtype, backend)
+        self._lowering = Lowering(model, sizes, dtype, backend, twin=twin)
+        self._has_twin = twin
         self._sizes = sizes
         self._backend = backend
         self._params: steps.Params = {}
+        self._single: Any = None  # the text weights for a step of one token
         self._kv_pages = jax.tree.map(_zeros, self._lowering.kv_pages)
         self._arena = _zeros(self._lowering.arena)
         self._state = jax.tree.map(_zeros, self._lowering.state)  # `init_state` is all zeros
         self._no_masks = _zeros(self._lowering.masks)
-        fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}|{backend}"
+        fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}|{backend}|{twin}"
         self._executables = Executables(ledger, compile_cache_dir, fingerprint)
 
     def layout(self, num_tokens: int) -> StepLayout:
@@ -68,6 +75,7 @@ class Runner:
     def place(self, params: steps.Params) -> None:
         """Take the weights, `{"vision": …, "text": …}` as `load_params` gives them."""
         self._params = params
+        self._single = make_twin(params["text"]) if self._has_twin else params["text"]
 
     def place_param(self, stored: Stored) -> jax.Array:
         """Send one parameter to the device, each chip its part; only parts of chips here are read.
@@ -106,8 +114,29 @@ class Runner:
     def encode(self, lane: EncodeBatch) -> None:
         """Encode a lane into the arena."""
         run = self._executables["encode", lane.patches.shape[0]]
-        arrays = (lane.patches, lane.coords, lane.segment, lane.window, lane.slots)
-        self._arena = run(self._params["vision"], self._arena, steps.Lane(*self._put(arrays)))
+        rest = (lane.coords, lane.segment, lane.window, lane.sizes, lane.slots)
+        spec = patch_spec(lane.patches.shape[0], self._backend)
+        patches, any_later = (
+            self._put(lane.patches, spec),
+            self._put(np.bool_(lane.later is not None)),
+        )
+        # without video the second frames are never read: no second array crosses
+        later = patches if lane.later is None else self._put(lane.later, spec)
+        placed = Lane(patches, later, any_later, *self._put(rest))
+        self._arena = run(self._params["vision"], self._arena, placed)
+
+    def patch_rows(self, shape: tuple[int, ...]) -> dict[int, list[slice]]:
+        """Rows of a lane's patches that the chips of each process take, by process id."""
+        sharding = self._backend.sharding(patch_spec(shape[0], self._backend))
+        assert sharding is not None, "many processes have a mesh"
+        rows: dict[int, list[slice]] = {}
+        device: Any
+        for device, block in sharding.devices_indices_map(shape).items():
+            start, stop, _ = block[0].indices(shape[0])
+            mine = rows.setdefault(device.process_index, [])
+            if slice(start, stop) not in mine:
+                mine.append(slice(start, stop))
+        return rows
 
     def upload(self, rows: npt.NDArray[np.float32], slots: npt.NDArray[np.int32]) -> None:
         """Put rows that a caller gave, float32[M, D], into the arena's slots, however many."""
@@ -123,9 +152,10 @@ class Runner:
 
     def step(self, batch: StepBatch) -> Sampled:
         """Run a language step; the rows asked for come back in order, those after are filler."""
-        run = self._executables["language", batch.layout.num_tokens]
+        num_tokens = batch.layout.num_tokens
+        run = self._executables["language", num_tokens]
         self._kv_pages, self._state, sampled = run(
-            self._params["text"],
+            self._single if num_tokens == 1 else self._params["text"],
             self._kv_pages,
             self._state,
             self._arena,
@@ -167,7 +197,11 @@ class Runner:
         return sampled._replace(token_B=jax.device_get(sampled.token_B))
 
     def _put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
-        return jax.device_put(tree, self._backend.sharding(spec))
+        """Send arrays to the chips; those of other processes get theirs from there."""
+        sharding = self._backend.sharding(spec)
+        if sharding is None or sharding.is_fully_addressable:
+            return jax.device_put(tree, sharding)
+        return jax.tree.map(partial(_own_parts, sharding=sharding), tree)
 
     def param_sharding(self, path: ParameterPath) -> NamedSharding | None:
         """Where the parameter at a path lies; None: on the one device."""
@@ -176,6 +210,14 @@ class Runner:
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+
+
+def _own_parts(array: Any, sharding: NamedSharding) -> jax.Array:
+    """An array of all processes, each of which has the parts of its own chips."""
+    value = np.asarray(array)
+    places = sharding.addressable_devices_indices_map(value.shape)
+    parts = [jax.device_put(value[block], device) for device, block in places.items()]
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
 
 
 def _padded(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:

@@ -29,6 +29,10 @@ class SchedulerConfig:
     reserve_tokens: int = 64
     """Tokens that each running sequence is expected to add before others end. Their pages are
     kept free at admission: more make retracts rarer, fewer let more sequences run together."""
+    max_pinned_pages: int = 0
+    """Pages that open conversations keep from eviction together, as long as nobody needs them."""
+    max_sessions: int = 64
+    """Conversations that keep something."""
     whole_items: bool = False
     """The model attends both ways inside an item: no chunk may end there."""
 

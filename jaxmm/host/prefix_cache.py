@@ -7,7 +7,8 @@
 
 Ownership: the cache owns one reference to every page in the tree (`PagePool.retain`), beside
 those of the sequences. A sequence keeps the path that it reads locked; an unlocked page has no
-owner but the cache, so evicting it frees it, and `num_evictable` is exact.
+owner but the cache, so evicting it frees it, and `num_evictable` is exact. A pinned path is not
+evicted either, but its owner unpins it when a sequence needs the room.
 """
 
 import heapq
@@ -33,7 +34,7 @@ class Node:
     """A run of whole pages below its parent; covers tokens `[start, stop)` of its path."""
 
     __slots__ = ("cache_ids", "children", "edge", "last_used", "locks", "marks", "pages",
-                 "parent", "queued", "start")  # fmt: skip
+                 "parent", "pins", "queued", "start")  # fmt: skip
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Node:
         self.marks = clip(marks, start, start + len(cache_ids))
         self.pages = pages
         self.children: dict[_Edge, Node] = {}
-        self.locks = 0
+        self.locks = self.pins = 0
         self.last_used = 0
         self.queued = False
 
@@ -89,6 +90,9 @@ class PrefixCache:
         """Pages in the tree."""
         self.num_evictable = 0
         """Pages that `evict` can free now."""
+        self.num_unlocked = 0
+        """Pages that it could free if nothing were pinned."""
+        self.num_pinned = 0
         self._pool = pool
         self._roots: dict[_Edge, Node] = {}
         self._clock = 0
@@ -132,7 +136,7 @@ class PrefixCache:
             assert len(pages) * self.page_size == usable - stop, "fewer pages than tokens to keep"
             self._pool.retain(pages)
             self.num_pages += len(pages)
-            if node is tail and node.locks == 1 and not node.children and node.parent is not None:
+            if node is tail and node.parent is not None and _has_one_holder(node):
                 self._lengthen(node, key, pages)
             else:
                 node = self._add_leaf(node, key, pages)
@@ -143,7 +147,8 @@ class PrefixCache:
         walk: Node | None = node
         while walk is not None:
             if walk.locks == 0:
-                self.num_evictable -= len(walk.pages)
+                self.num_unlocked -= len(walk.pages)
+                self.num_evictable -= 0 if walk.pins else len(walk.pages)
             walk.locks += 1
             walk = walk.parent
 
@@ -156,7 +161,30 @@ class PrefixCache:
             walk.locks -= 1
             walk.last_used = self._clock
             if walk.locks == 0:
-                self.num_evictable += len(walk.pages)
+                self.num_unlocked += len(walk.pages)
+                self.num_evictable += 0 if walk.pins else len(walk.pages)
+                self._offer(walk)
+            walk = walk.parent
+
+    def pin(self, node: Node) -> None:
+        """Keep the path from the root to `node` from eviction until `unpin`; pins are counted."""
+        walk: Node | None = node
+        while walk is not None:
+            if walk.pins == 0:
+                self.num_pinned += len(walk.pages)
+                self.num_evictable -= 0 if walk.locks else len(walk.pages)
+            walk.pins += 1
+            walk = walk.parent
+
+    def unpin(self, node: Node) -> None:
+        """Take one pin off the path from the root to `node`."""
+        walk: Node | None = node
+        while walk is not None:
+            assert walk.pins > 0, "a prefix was unpinned more often than pinned"
+            walk.pins -= 1
+            if walk.pins == 0:
+                self.num_pinned -= len(walk.pages)
+                self.num_evictable += 0 if walk.locks else len(walk.pages)
                 self._offer(walk)
             walk = walk.parent
 
@@ -170,14 +198,14 @@ class PrefixCache:
         while freed < num_pages and self._leaves:
             used, _, node = heapq.heappop(self._leaves)
             node.queued = False
-            if node.last_used == used and not node.children and node.locks == 0:
+            if node.last_used == used and _is_free_leaf(node):
                 freed += self._trim(node, num_pages - freed)
             else:
                 self._offer(node)
         return freed
 
     def clear(self) -> None:
-        """Free every page that no sequence has locked."""
+        """Free every page that is neither locked nor pinned."""
         self.evict(self.num_evictable)
 
     def _whole(self, num_tokens: int) -> int:
@@ -214,7 +242,7 @@ class PrefixCache:
         pages = size // self.page_size
         ids, marks = node.cache_ids, node.marks
         head = Node(parent, node.edge, node.start, ids[:size], marks, node.pages[:pages])
-        head.locks, head.last_used = node.locks, node.last_used
+        head.locks, head.pins, head.last_used = node.locks, node.pins, node.last_used
         parent.children[head.edge] = head
         node.parent, node.edge, node.start = head, self._edge(ids[size:], marks, stop), stop
         node.cache_ids, node.pages = ids[size:], node.pages[pages:]
@@ -235,13 +263,14 @@ class PrefixCache:
         parent.children[leaf.edge] = leaf
         if parent.parent is None:
             self._roots[parent.edge] = parent
+        self.num_unlocked += len(pages)
         self.num_evictable += len(pages)
         self._offer(leaf)
         return leaf
 
     def _offer(self, node: Node) -> None:
-        """Put an unlocked leaf where `evict` looks, once."""
-        if node.queued or node.children or node.locks or node.parent is None:
+        """Put a leaf that may go where `evict` looks, once."""
+        if node.queued or node.parent is None or not _is_free_leaf(node):
             return
         node.queued = True
         heapq.heappush(self._leaves, (node.last_used, next(self._order), node))
@@ -252,6 +281,7 @@ class PrefixCache:
         freed = leaf.pages[keep:]
         self._pool.release(freed)
         self.num_pages -= len(freed)
+        self.num_unlocked -= len(freed)
         self.num_evictable -= len(freed)
         if keep == 0:
             self._remove(leaf)
@@ -273,6 +303,14 @@ class PrefixCache:
 
 def _root(salt: str) -> Node:
     return Node(None, _Edge(salt.encode()), 0, _NO_IDS, (), NO_PAGES)
+
+
+def _is_free_leaf(node: Node) -> bool:
+    return not (node.children or node.locks or node.pins)
+
+
+def _has_one_holder(node: Node) -> bool:
+    return node.locks == 1 and not (node.children or node.pins)
 
 
 def _path_pages(node: Node) -> Pages:

@@ -3,13 +3,14 @@ Host only.
 
 The locked path of a sequence holds its own first pages, no others: `settle` exchanges pages
 where the cache had the same tokens already. Therefore what a sequence locks is never more than
-what it owns, and everything else can be had by evicting.
+what it owns, and everything else can be had by evicting and unpinning.
 """
 
 import heapq
 
 from jaxmm.host.arena import Arena
 from jaxmm.host.page_pool import PagePool
+from jaxmm.host.pins import Pins
 from jaxmm.host.prefix_cache import PrefixCache, PrefixMatch
 from jaxmm.host.sequence import Sequence
 from jaxmm.host.staging import release_passed
@@ -18,9 +19,12 @@ from jaxmm.host.staging import release_passed
 class Residency:
     """The one place where sequences get and lose device memory."""
 
-    def __init__(self, pool: PagePool, cache: PrefixCache, arena: Arena, num_slots: int) -> None:
+    def __init__(
+        self, pool: PagePool, cache: PrefixCache, pins: Pins, arena: Arena, num_slots: int
+    ) -> None:
         self._pool = pool
         self._cache = cache
+        self._pins = pins
         self._arena = arena
         self._slots = list(range(num_slots))  # heap: low slots first keeps the batch dense
 
@@ -30,8 +34,8 @@ class Residency:
         return len(self._slots)
 
     def can_have(self, num_pages: int) -> bool:
-        """Tell whether so many pages are free or evictable."""
-        return num_pages <= self._pool.num_free + self._cache.num_evictable
+        """Tell whether so many pages are free or can be made so; pins do not count."""
+        return num_pages <= self._pool.num_free + self._cache.num_unlocked
 
     def take(self, sequence: Sequence, match: PrefixMatch, num_pages: int) -> None:
         """Give a sequence its slot and, behind the matched ones, pages up to `num_pages`.
@@ -51,9 +55,15 @@ class Residency:
         """Add pages to a running sequence, evicting as needed; False: they cannot be had."""
         if not self.can_have(num_pages):
             return False
-        self._cache.evict(num_pages - self._pool.num_free)
+        self._make_room(num_pages - self._pool.num_free)
         sequence.pages.extend(self._pool.allocate(num_pages))
         return True
+
+    def _make_room(self, num_pages: int) -> None:
+        """Evict what is merely cached, then what conversations keep, oldest first."""
+        missing = num_pages - self._cache.evict(num_pages)
+        while missing > 0 and self._pins.release_oldest():
+            missing -= self._cache.evict(missing)
 
     def settle(self, sequence: Sequence) -> None:
         """Share what the last plan computed, and give back rows that it passed."""

@@ -18,8 +18,10 @@ from operator import attrgetter
 from jaxmm.errors import Overloaded, RequestError
 from jaxmm.host.arena import Arena
 from jaxmm.host.item import Item
+from jaxmm.host.kept import Keep
 from jaxmm.host.limits import SchedulerConfig, check_fits, output_limit
 from jaxmm.host.page_pool import PagePool
+from jaxmm.host.pins import Pins
 from jaxmm.host.plan import Draft, Plan
 from jaxmm.host.prefix_cache import PrefixCache
 from jaxmm.host.residency import Residency
@@ -70,7 +72,8 @@ class Scheduler:
         self._pool = pool
         self._cache = prefix_cache
         self._arena = arena
-        self._residency = Residency(pool, prefix_cache, arena, config.max_running)
+        self.pins = Pins(prefix_cache, config.max_pinned_pages, config.max_sessions)
+        self._residency = Residency(pool, prefix_cache, self.pins, arena, config.max_running)
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # in order of arrival
         self._extended: list[Sequence] = []  # by the last plan
@@ -172,6 +175,11 @@ class Scheduler:
         """End all sequences of a request that are unfinished; an unknown id is no error."""
         for sequence in list(self._requests.get(request_id, ())):
             self.finish(sequence, "abort")
+
+    def keep(self, sequence: Sequence, keep: Keep) -> None:
+        """Pin what is cached of a finished sequence as the prefix of a conversation."""
+        assert sequence.status is Status.FINISHED, "a running sequence has its pages locked"
+        self.pins.keep(keep, sequence.prefix_key(sequence.num_known))
 
     def provide_features(self, sequence: Sequence, item_index: int, item: Item) -> None:
         """Answer one of `Plan.missing_features`, for all sequences of the same request.

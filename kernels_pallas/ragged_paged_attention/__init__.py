@@ -3,6 +3,7 @@
 from kernels_pallas.ragged_paged_attention.api import (
     Ragged,
     StepPlan,
+    attend_rows,
     page_shape,
     plan_step,
     ragged_paged_attention,
@@ -12,6 +13,7 @@ from kernels_pallas.ragged_paged_attention.api import (
 __all__ = [
     "Ragged",
     "StepPlan",
+    "attend_rows",
     "page_shape",
     "plan_step",
     "ragged_paged_attention",

@@ -121,25 +121,50 @@ def write_and_attend(
         ValueError: "pallas" and shapes that the kernels cannot take.
     """
     if implementation == "pallas":
-        assert plan.extends is not None, "the plan was made for another implementation"
-        T, _, C = q_THC.shape
-        out_TX, pages = kernel.ragged_paged_attention(
-            lanes.query_rows(q_THC, pages.dtype),
-            lanes.kv_rows(k_TKC, v_TKC, pages.dtype),
-            pages,
-            plan.start_B1,
-            plan.ragged.lengths_B,
-            plan.ragged.tables_BQ,
-            plan.ragged.num_decodes,
-            plan.extends,
-            channels=layout.query_lanes(C),
-            max_decode=min(T, plan.ragged.lengths_B.shape[0]),
-        )
-        return lanes.outputs(out_TX, C).astype(q_THC.dtype), pages
+        q_TX = lanes.query_rows(q_THC, pages.dtype)
+        new_TY = lanes.kv_rows(k_TKC, v_TKC, pages.dtype)
+        channels = q_THC.shape[2]
+        out_TX, pages = attend_rows(q_TX, new_TY, pages, plan, channels)
+        return lanes.outputs(out_TX, channels).astype(q_THC.dtype), pages
     kv_TJC = jnp.concatenate([k_TKC, v_TKC], axis=1).astype(pages.dtype)
     pages = kv_update(pages, kv_TJC, plan.slot_T, plan.num_tokens, implementation=implementation)
     attended_THC = ragged_paged_attention(q_THC, pages, plan.ragged, implementation=implementation)
     return attended_THC, pages
+
+
+def attend_rows(
+    q_TX: Float[Array, "T X"],
+    new_TY: Float[Array, "T Y"],
+    pages_PKSJ: Float[Array, "P K S J"],
+    plan: StepPlan,
+    channels: int,
+) -> tuple[Float[Array, "T X"], Float[Array, "P K S J"]]:
+    """`write_and_attend` by the TPU kernels, of rows that lie as those read them (`layout`).
+
+    Args:
+        q_TX: Queries, rotated and scaled, heads side by side.
+        new_TY: A key and then its value for each KV head.
+        pages_PKSJ: One layer's pool; donated.
+        plan: `plan_step` for "pallas".
+        channels: C, of one head.
+
+    Returns:
+        Attended values where the queries were (`lanes.outputs`), zeros for filler; and the pool.
+    """
+    assert plan.extends is not None, "the plan was made for another implementation"
+    ragged = plan.ragged
+    return kernel.ragged_paged_attention(
+        q_TX,
+        new_TY,
+        pages_PKSJ,
+        plan.start_B1,
+        ragged.lengths_B,
+        ragged.tables_BQ,
+        ragged.num_decodes,
+        plan.extends,
+        channels=layout.query_lanes(channels),
+        max_decode=min(q_TX.shape[0], ragged.lengths_B.shape[0]),
+    )
 
 
 def ragged_paged_attention(

@@ -134,9 +134,8 @@ def ragged_paged_attention(
             soft_cap=soft_cap,
         )
     if extends is None:
-        assert decoded_BX is not None, "a step has rows that decode, or extends"
-        padding = q_TX.shape[0] - max_decode
-        return jnp.pad(decoded_BX, ((0, padding), (0, 0))), pages_PKSJ
+        assert decoded_BX is not None, "checked above"
+        return jnp.pad(decoded_BX, ((0, q_TX.shape[0] - max_decode), (0, 0))), pages_PKSJ
     out_TX = extend_attention(
         q_TX,
         pages_PKSJ,

@@ -32,7 +32,6 @@ class Norms(NamedTuple):
 
     q_C: Float[Array, " C"]
     k_C: Float[Array, " C"]
-    eps: float
 
 
 def rotate_grouped(
@@ -43,6 +42,7 @@ def rotate_grouped(
     num_kv_heads: int,
     scale: float,
     norms: Norms | None = None,
+    eps: float = 0.0,
 ) -> tuple[Float[Array, "T X"], Float[Array, "T Y"]]:
     """Rotate queries and keys, and part them as the paged attention kernels read them.
 
@@ -53,6 +53,7 @@ def rotate_grouped(
         num_kv_heads: K.
         scale: What queries are multiplied by besides.
         norms: Of queries and keys; None: none.
+        eps: Added to their mean squares.
 
     Returns:
         Queries side by side (X = H · C), and rows of key and value (Y = K · 2C), in qkv's dtype.
@@ -69,7 +70,7 @@ def rotate_grouped(
     table = pl.BlockSpec((tile, C), lambda i, k: (i, 0))
     scales = () if norms is None else (norms.q_C[None], norms.k_C[None])
     q_TX, new_TY = pl.pallas_call(
-        functools.partial(_kernel, scale=scale, eps=None if norms is None else norms.eps),
+        functools.partial(_kernel, scale=scale, eps=eps),
         grid=(T // tile, num_kv_heads),
         in_specs=[
             pl.BlockSpec((tile, group), lambda i, k: (i, k)),
@@ -91,7 +92,7 @@ def rotate_grouped(
     return q_TX, new_TY
 
 
-def _kernel(qkv: Any, cos: Any, sin: Any, *refs: Any, scale: float, eps: float | None) -> None:
+def _kernel(qkv: Any, cos: Any, sin: Any, *refs: Any, scale: float, eps: float) -> None:
     *norms, q_out, kv_out = refs
     C = cos.shape[1]
     num_queries = q_out.shape[1] // C
@@ -100,7 +101,7 @@ def _kernel(qkv: Any, cos: Any, sin: Any, *refs: Any, scale: float, eps: float |
 
     def head(h: int, norm: Any) -> Any:
         x = qkv[:, h * C : (h + 1) * C].astype(jnp.float32)
-        if eps is None:
+        if norm is None:
             return x
         mean = jnp.mean(x * x, axis=1, keepdims=True)
         return x * lax.rsqrt(mean + eps) * norm[...].astype(jnp.float32)

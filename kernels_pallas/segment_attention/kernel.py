@@ -7,7 +7,7 @@ visits are listed once and serve all layers. The grid walks them for each group 
       q[H,N,C] ──▶ block [heads, tile, C]   stays while the tile stays
       k, v     ──▶ block [heads, keys, C]   fetched ahead by the pipeline
       per head: scores [tile, keys] ─▶ maximum, 2^x, sum ─▶ acc[head, tile, C]
-      out      ◀── acc / sum, at the last visit of the tile
+      out      ◀── acc / sum, at the last visit of the tile; heads first, or side by side
 
 So the cost follows the images, not N x N. Heads come first: to cut a head of 80 channels out of
 lanes that it shares with its neighbours, at each visit, makes the kernel 1.7 times slower on v6e,
@@ -116,7 +116,8 @@ def segment_attention(
     *,
     tile: int,
     block: int,
-) -> Float[Array, "H N C"]:
+    side_by_side: bool = False,
+) -> Float[Array, "..."]:
     """Softmax attention of each patch over the patches of its segment.
 
     Args:
@@ -124,9 +125,10 @@ def segment_attention(
         k_HNC: Keys.
         v_HNC: Values.
         plan: `plan_segments` of the lane with the same `tile` and `block`.
+        side_by_side: Give [N, H · C]; the heads of a group must fill whole registers.
 
     Returns:
-        In the dtype of the values, zeros for padding.
+        [H, N, C] in the dtype of the values, zeros for padding.
     """
     H, N, C = q_HNC.shape
     heads = math.gcd(H, MAX_HEADS)
@@ -134,20 +136,24 @@ def segment_attention(
     key = pl.BlockSpec((heads, block, C), lambda h, v, tile_V, block_V, *_: (h, block_V[v], 0))
     query_id = pl.BlockSpec((1, tile), lambda h, v, tile_V, *_: (0, tile_V[v]))
     key_id = pl.BlockSpec((1, block), lambda h, v, tile_V, block_V, *_: (0, block_V[v]))
+    out_spec, out_shape = query, jax.ShapeDtypeStruct((H, N, C), v_HNC.dtype)
+    if side_by_side:
+        out_spec = pl.BlockSpec((tile, heads * C), lambda h, v, tile_V, *_: (tile_V[v], h))
+        out_shape = jax.ShapeDtypeStruct((N, H * C), v_HNC.dtype)
     out: Array = pl.pallas_call(
         _kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(H // heads, plan.num_visits),
             in_specs=[query_id, key_id, query, key, key],
-            out_specs=query,
+            out_specs=out_spec,
             scratch_shapes=[
                 pltpu.VMEM((heads, tile, LANES), jnp.float32),
                 pltpu.VMEM((heads, tile, LANES), jnp.float32),
                 pltpu.VMEM((heads, tile, C), jnp.float32),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((H, N, C), v_HNC.dtype),
+        out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
             vmem_limit_bytes=softmax.VMEM_LIMIT_BYTES,
@@ -172,7 +178,7 @@ def _kernel(
     q_HTC: Any,
     k_HBC: Any,
     v_HBC: Any,
-    out_HTC: Any,
+    out: Any,
     max_HTL: Any,
     sum_HTL: Any,
     acc_HTC: Any,
@@ -211,5 +217,9 @@ def _kernel(
 
     @pl.when((visit == end - 1) | (tile_V[visit] != tile_V[jnp.minimum(visit + 1, end - 1)]))
     def finish_tile() -> None:
-        for h in range(heads):
-            out_HTC[h] = softmax.normalise(sum_HTL[h], acc_HTC[h]).astype(out_HTC.dtype)
+        done = [softmax.normalise(sum_HTL[h], acc_HTC[h]).astype(out.dtype) for h in range(heads)]
+        if len(out.shape) == 2:
+            out[...] = jnp.concatenate(done, axis=1)
+        else:
+            for h in range(heads):
+                out[h] = done[h]

@@ -46,6 +46,7 @@ def window_attention(
     window_N: Int32[Array, " N"],
     *,
     channels: int,
+    first_value_lane: int = 0,
 ) -> Float[Array, "N X"]:
     """Softmax attention of each patch over the patches of its window.
 
@@ -56,6 +57,8 @@ def window_attention(
         window_N: Window of each patch, at most N - 1, or -1 for padding; a number means one window
             only within a run of 64 patches, and no window crosses such a run.
         channels: C, of one head.
+        first_value_lane: Where the values begin in the lanes of v, which may hold more; a multiple
+            of X.
 
     Returns:
         In the order of q and the dtype of v; finite numbers for padding.
@@ -71,10 +74,12 @@ def window_attention(
     run_N = jnp.arange(N, dtype=jnp.int32) // WINDOW
     id_1N = jnp.where(window_N < 0, -1, run_N * N + window_N)[None]
     block = pl.BlockSpec((tile, heads * channels), lambda h, i: (i, h))
+    first = first_value_lane // (heads * channels)
+    value = pl.BlockSpec((tile, heads * channels), lambda h, i: (i, first + h))
     out: Array = pl.pallas_call(
         functools.partial(_kernel, channels=channels),
         grid=(X // channels // heads, N // tile),
-        in_specs=[pl.BlockSpec((1, tile), lambda h, i: (0, i)), block, block, block],
+        in_specs=[pl.BlockSpec((1, tile), lambda h, i: (0, i)), block, block, value],
         out_specs=block,
         out_shape=jax.ShapeDtypeStruct((N, X), v_NX.dtype),
         compiler_params=pltpu.CompilerParams(

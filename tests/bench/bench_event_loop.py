@@ -27,16 +27,18 @@ import numpy as np
 import uvicorn
 from PIL import Image
 
-import jaxmm
 from jaxmm.config import load_config
 from jaxmm.engine import Engine
 from serving.config import ServerConfig
 from serving.lag import LagProbe
 from serving.main import uvicorn_config
 from tests.bench.machine import describe_run
-from tests.engines import cache_dir
+from tests.serving.soak import SETTINGS
 
 SIZE = (1536, 2170)
+NUM_BODIES = 3
+MAX_PIXELS = 384 * 384
+"""Of each picture for the model, whose context is short; it is decoded whole all the same."""
 WARM_UP_SECONDS = 5
 
 
@@ -47,7 +49,9 @@ def picture(seed: int, form: str) -> bytes:
     smooth = np.asarray(coarse.resize(SIZE, Image.Resampling.BICUBIC), np.int16)
     grain = rng.integers(-6, 7, smooth.shape, np.int16)
     file = io.BytesIO()
-    Image.fromarray(np.clip(smooth + grain, 0, 255).astype(np.uint8)).save(file, form)
+    Image.fromarray(np.clip(smooth + grain, 0, 255).astype(np.uint8)).save(
+        file, form, quality=90, compress_level=1
+    )
     return file.getvalue()
 
 
@@ -57,12 +61,14 @@ def body(seed: int, form: str) -> bytes:
     urls = [kind + base64.b64encode(picture(4 * seed + i, form)).decode() for i in range(4)]
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": u}} for u in urls]
     parts.append({"type": "text", "text": "What is in the pictures?"})
-    return json.dumps({"messages": [{"role": "user", "content": parts}], "max_tokens": 8}).encode()
+    messages = [{"role": "user", "content": parts}]
+    asked = {"messages": messages, "max_tokens": 8, "max_pixels": MAX_PIXELS}
+    return json.dumps(asked).encode()
 
 
 def send(url: str, seconds: float, clients: int, form: str) -> None:
     """Be all the clients; prints what they met."""
-    bodies = [body(seed, form) for seed in range(6)]
+    bodies = [body(seed, form) for seed in range(NUM_BODIES)]
 
     async def run() -> tuple[list[int], list[float]]:
         statuses: list[int] = []
@@ -70,9 +76,13 @@ def send(url: str, seconds: float, clients: int, form: str) -> None:
         end = time.monotonic() + seconds
 
         async def one(index: int, http: httpx.AsyncClient) -> None:
+            """One client; with a new salt, nothing is known from before."""
             while time.monotonic() < end:
-                index += 1  # a new salt: nothing is known from before
-                salted = bodies[index % 6][:-1] + b', "cache_salt": "%d-%d"}' % (clients, index)
+                index += 1
+                salted = bodies[index % NUM_BODIES][:-1] + b', "cache_salt": "%d-%d"}' % (
+                    clients,
+                    index,
+                )
                 answer = await http.post(f"{url}/v1/chat/completions", content=salted)
                 statuses.append(answer.status_code)
 
@@ -84,13 +94,13 @@ def send(url: str, seconds: float, clients: int, form: str) -> None:
                 await asyncio.sleep(0.1)
 
         async with httpx.AsyncClient(timeout=300) as http:
-            work = [one(1000 * i, http) for i in range(clients)]
+            work = [one(i, http) for i in range(clients)]
             await asyncio.gather(look(http), *work)
         return statuses, health
 
     statuses, health = asyncio.run(run())
     counts = {status: statuses.count(status) for status in sorted(set(statuses))}
-    size = sum(map(len, bodies)) / 6e6
+    size = sum(map(len, bodies)) / NUM_BODIES / 1e6
     print(f"requests  {counts}, {size:.1f} MB each, {len(statuses) / seconds:.2f} a second")
     print(f"health    {shown(health)}")
 
@@ -126,14 +136,8 @@ def main() -> None:
         send(parsed.send, parsed.seconds, parsed.clients, parsed.form)
         return
     print(describe_run(), flush=True)
-    overrides = {
-        "engine.model": str(jaxmm.default_model()),
-        "engine.compile_cache_dir": cache_dir(),
-        "engine.max_model_len": 16384,
-        "engine.progress": False,
-        "deadline_seconds": 300,
-    }
-    config = load_config(ServerConfig, None, overrides)
+    settings = {f"engine.{name}": value for name, value in SETTINGS.items()}
+    config = load_config(ServerConfig, None, settings)
     with Engine(config.engine) as engine, socket.create_server(("127.0.0.1", 0)) as listener:
         served = uvicorn_config(engine, config)
         server = uvicorn.Server(served)

@@ -16,6 +16,7 @@ from kernels_pallas.kv_update import kernel as kv
 from kernels_pallas.ragged_paged_attention import decode, extend
 from kernels_pallas.ragged_paged_attention import kernel as mixed
 from kernels_pallas.ragged_paged_attention.layout import query_lanes, row_lanes
+from kernels_pallas.rotate_heads import grouped, packed, rotate_grouped, rotate_packed
 from kernels_pallas.scatter_rows import kernel as scatter
 from kernels_pallas.scatter_rows import layout as arena
 from kernels_pallas.segment_attention import kernel as segment
@@ -51,6 +52,10 @@ class Case:
 
 def bf16(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def i32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -199,9 +204,36 @@ def window_case(patches: int, heads: int, channels: int) -> Case:
     )
 
 
+def grouped_case(tokens: int, heads: int, kv_heads: int) -> Case:
+    """Positions into a decoder's fused projection."""
+    lanes = (heads + 2 * kv_heads) * C
+    return Case(
+        name=f"rotate {tokens}, {heads}/{kv_heads}",
+        function=functools.partial(rotate_grouped, num_kv_heads=kv_heads, scale=0.1),
+        args=(bf16(tokens, lanes), f32(tokens, C), f32(tokens, C)),
+        hbm_bytes=2 * 2 * tokens * lanes + 2 * 4 * tokens * C,
+        kernel="rotate_grouped",
+        times=(tokens // math.gcd(tokens, grouped.TILE) * kv_heads,),
+    )
+
+
+def packed_case(patches: int, heads: int, channels: int, *, heads_first: bool) -> Case:
+    """Positions into an encoder's fused projection; heads first, values are parted too."""
+    parts, lanes = 3 if heads_first else 2, heads * channels
+    groups = lanes // math.lcm(channels, 128)
+    return Case(
+        name=f"rotate {patches}, {heads} heads of {channels}{', first' if heads_first else ''}",
+        function=functools.partial(rotate_packed, scale=0.1, heads_first=heads_first),
+        args=(bf16(patches, 3 * lanes), f32(patches, channels), f32(patches, channels)),
+        hbm_bytes=2 * 2 * parts * patches * lanes + 2 * 4 * patches * channels,
+        kernel="rotate_packed",
+        times=(patches // math.gcd(patches, packed.TILE) * groups,),
+    )
+
+
 def cases() -> list[Case]:
     """What `make kernels` prints and the AOT tests compile."""
-    text = [(28, 4), (16, 2), (12, 2), (16, 8)]
+    text = [(28, 4), (16, 2), (12, 2), (16, 8), (64, 8)]
     return [
         *(decode_case(64, *heads, 128) for heads in text),
         *(decode_case(64, 28, 4, page) for page in (16, 32, 256)),
@@ -217,6 +249,9 @@ def cases() -> list[Case]:
         segment_case(4096, 16, 16, 80),
         segment_case(4096, 1, 16, 64),
         window_case(4096, 16, 80),
+        grouped_case(2048, 28, 4),
+        packed_case(4096, 16, 80, heads_first=False),
+        packed_case(4096, 16, 80, heads_first=True),
     ]
 
 

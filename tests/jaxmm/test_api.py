@@ -1,13 +1,15 @@
 """`generate` in its forms; the oracle is the same request served through the engine."""
 
 import asyncio
+import queue
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxmm.api import agenerate, generate, make_request, sampling_params
+from jaxmm.api import agenerate, generate
+from jaxmm.asking import make_request, sampling_params
 from jaxmm.engine import Engine
 from jaxmm.errors import MediaError, RequestError
 from jaxmm.request import Delta
@@ -39,7 +41,7 @@ def test_question(on: Engine) -> None:
 def test_picture_in_every_form(on: Engine, tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(png(IMAGE))
-    sources: list[Any] = [IMAGE, png(IMAGE), path, np.asarray(IMAGE), [IMAGE], (IMAGE,)]
+    sources: list[Any] = [IMAGE, png(IMAGE), path, str(path), np.asarray(IMAGE), [IMAGE], (IMAGE,)]
     answers = {generate("what is it", source, engine=on, **FIELDS).token_ids for source in sources}
     assert answers == {expected(on, "what is it", IMAGE).token_ids}
 
@@ -68,6 +70,18 @@ def test_list_of_more_prompts_than_may_wait(on: Engine) -> None:
     assert results[-1].token_ids == expected(on, "29 and").token_ids
 
 
+def test_progress_is_shown_unless_it_is_turned_off(
+    on: Engine, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with make_engine("qwen2_vl", progress=True) as loud:
+        generate(["what", "and"], engine=loud, **FIELDS)
+    shown = capfd.readouterr().err
+    assert all(name in shown for name in ("load", "compile", "generate"))
+    with make_engine("qwen2_vl") as silent:
+        generate(["what", "and"], engine=silent, **FIELDS)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_chat_turns(on: Engine) -> None:
     messages = [
         *turn("<image>", "what is it"),
@@ -93,6 +107,29 @@ def test_stream_gives_what_the_result_gives(on: Engine) -> None:
     assert [d.finish_reason for d in deltas] == [None] * 11 + ["length"]
     assert deltas[-1].usage is not None
     assert deltas[-1].usage.completion_tokens == 12
+
+
+def test_next_step_is_on_its_way_before_a_token_is_told(on: Engine) -> None:
+    """The device feeds its own token to it; nothing waits for the host."""
+    before, plans = on.scheduler.counters.plans, []
+    heard: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def hear(event: Any) -> None:
+        plans.append(on.scheduler.counters.plans - before)
+        if event.finish_reason is not None:
+            heard.put(None)
+
+    on.submit(request(turn("what is it"), max_tokens=6), hear)
+    heard.get(timeout=60)
+    assert plans == [2, 3, 4, 5, 6, 6]  # no step after the last token
+
+
+def test_steps_write_their_caches_in_place(on: Engine) -> None:
+    runner = on._parts.runner
+    old = on_loop(on, lambda: (runner._arena, *runner._kv_pages))
+    on.flush_caches()
+    generate("what is it", IMAGE, engine=on, **FIELDS)
+    assert all(array.is_deleted() for array in old)  # donated, not copied
 
 
 def test_stream_of_several_completions_ends_with_the_last(on: Engine) -> None:

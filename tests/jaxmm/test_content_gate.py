@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import jaxmm
-from jaxmm.api import new_request_id
+from jaxmm.asking import new_request_id
 from jaxmm.config import EngineConfig, load_config
 from jaxmm.engine import Engine
 from jaxmm.request import Request, SamplingParams

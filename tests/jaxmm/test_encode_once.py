@@ -1,6 +1,11 @@
 """A picture goes through the encoder once, however often it is asked about."""
 
+import gc
+from typing import Any
+
+import numpy as np
 import pytest
+from PIL import Image
 
 from jaxmm.engine import Engine
 from tests.engines import ask, assert_same, engine, picture, png, request, solo, turn
@@ -59,6 +64,21 @@ def test_picture_that_the_prefix_covers_is_neither_encoded_nor_looked_up(on: Eng
     [second] = ask(on, request(messages, [PICTURE]))
     assert second.usage.cached_tokens >= second.usage.image_tokens
     assert (encoded(on), arena.hits + arena.misses) == (before, lookups)
+    assert_same(second, first)
+
+
+@pytest.mark.parametrize("form", [np.asarray, Image.fromarray])
+def test_pixels_that_the_prefix_covers_are_not_even_processed(on: Engine, form: Any) -> None:
+    pixels = np.asarray(picture(160, 120, 33))
+    messages = turn("<image>", "what is in the picture and how many cats are there")
+    [first] = ask(on, request(messages, [form(pixels)]))
+    gc.collect()
+    media, before = on._parts.media_map, encoded(on)
+    hits, misses = media.num_hits, media.num_misses
+    [second] = ask(on, request(messages, [form(pixels.copy())]))
+    assert (media.num_hits, media.num_misses) == (hits + 1, misses)
+    assert on._parts.decodes.num_held == 0
+    assert encoded(on) == before
     assert_same(second, first)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from jaxmm.api import _gather
+from jaxmm.gather import gather
 from jaxmm.request import Request, SamplingParams
 from tests.checkpoints import checkpoint
 from tests.engines import make_engine
@@ -32,7 +32,7 @@ def test_prompt_of_32000_tokens_equals_transformers_in_bounded_memory() -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         sampling = SamplingParams(max_tokens=1, logprobs=20, ignore_eos=True)
         request = Request(id="long", token_ids=ids.tolist(), sampling=sampling)
-        [result] = _gather(on, [request])
+        [result] = gather(on, [request])
         grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         num_ids = on.tokenizer.vocab_size
     expected = torch.log_softmax(logits[:num_ids], -1)

@@ -1,5 +1,6 @@
 """After any workload everything is given back: pages, rows, slots, features, worker memory."""
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxmm.engine import Engine
-from jaxmm.errors import JaxmmError
+from jaxmm.errors import JaxmmError, MediaError
 from jaxmm.request import Delta
+from jaxmm.session import Session
 from tests.engines import (
     ask,
     engine,
@@ -81,6 +83,21 @@ class Caller:
             self._abort()
 
 
+def talk(on: Engine, chats: list[Session], rng: np.random.Generator) -> None:
+    """A turn of one of the conversations, left early, bad, or to its end."""
+    index = int(rng.integers(len(chats)))
+    if len(chats[index].messages) > 5:
+        chats[index].close()
+        chats[index] = on.session(expire_seconds=float(rng.choice([0.0, 0.1, 60.0])))
+    pictures = [PICTURES[int(rng.integers(len(PICTURES)))]]
+    images = ([], pictures, [BROKEN])[int(rng.choice(3, p=(0.5, 0.4, 0.1)))]
+    stream = chats[index].send("what is it", images, stream=True, max_tokens=5)
+    with contextlib.suppress(MediaError):
+        for _ in zip(range(int(rng.integers(1, 9))), stream, strict=False):
+            pass
+    stream.close()
+
+
 @pytest.mark.slow
 def test_thousand_random_requests_with_random_aborts_leave_nothing_behind() -> None:
     on, rng = engine("qwen2_vl"), np.random.default_rng(3)
@@ -99,13 +116,18 @@ def test_thousand_random_requests_with_random_aborts_leave_nothing_behind() -> N
         room.release()
 
     with pages_left(on, 30), scheduling(on, reserve_tokens=0):
-        for _ in range(NUM_REQUESTS):
+        chats = [on.session() for _ in range(3)]
+        for i in range(NUM_REQUESTS):
+            if i % 20 == 0:
+                talk(on, chats, rng)
             room.acquire(timeout=60)
             abort_at = int(rng.integers(0, 6)) if rng.random() < 0.4 else None
             Caller(on, random_request(rng), abort_at, ended)
         deadline = time.monotonic() + 60
         while len(outcomes) < NUM_REQUESTS and time.monotonic() < deadline:
             time.sleep(0.01)
+        for chat in chats:
+            chat.close()
         quiet(on)
     assert len(outcomes) == NUM_REQUESTS
     assert min(outcomes.count(how) for how in ("abort", "error", "finish")) > 5

@@ -8,7 +8,7 @@ from jaxmm.config import EngineConfig, load_config
 from jaxmm.errors import ConfigError
 from jaxmm.host.buckets import Buckets
 from jaxmm.models import read_config
-from jaxmm.sizes import Sizes, describe, settle_sizes
+from jaxmm.sizes import Sizes, describe, settle_sizes, weight_count
 from tests.checkpoints import checkpoint
 
 
@@ -27,6 +27,17 @@ def settle(max_patches: int = 4096, **settings: Any) -> Sizes:
 def test_length_that_was_not_asked_for_follows_the_pages() -> None:
     sizes = settle(**{"pages.num_pages": 4, "pages.page_size": 16})
     assert (sizes.max_model_len, sizes.num_table_pages) == (64, 4)
+
+
+def test_pages_and_rows_follow_from_the_memory() -> None:
+    model = read_config(checkpoint("qwen2_5_vl"))
+    sizes, text = settle(), model.text
+    assert sizes.num_rows == 16384  # above four of the largest images
+    # keys and values of 64 tokens, all layers, float32
+    page = text.num_layers * 2 * text.num_kv_heads * 64 * text.head_channels * 4
+    taken = 4 * (weight_count(model) + 16384 * text.width)
+    assert sizes.num_pages == min(131072 // 64, (int(0.6 * (1 << 30)) - taken) // page)
+    assert settle(memory_fraction=0.05).num_pages == (int(0.05 * (1 << 30)) - taken) // page
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,9 @@ def test_grouped_heads(dtype: type, with_norms: bool) -> None:
     qkv = jnp.asarray(rng.normal(size=(T, K * (G + 2) * C)), dtype)
     cos, sin = tables(T, C)
     scales = [jnp.asarray(rng.uniform(0.5, 1.5, C), jnp.float32) for _ in range(2)]
-    norms = Norms(*scales, 1e-6) if with_norms else None
-    q, kv = interpret(rotate_grouped, qkv, cos, sin, num_kv_heads=K, scale=0.3, norms=norms)
+    norms = Norms(*scales) if with_norms else None
+    options = {"num_kv_heads": K, "scale": 0.3, "norms": norms, "eps": 1e-6}
+    q, kv = interpret(rotate_grouped, qkv, cos, sin, **options)
     heads = qkv.astype(jnp.float32).reshape(T, K, G + 2, C)
 
     def normed(x: jnp.ndarray, scale: jnp.ndarray) -> jnp.ndarray:

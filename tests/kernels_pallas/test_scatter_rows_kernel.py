@@ -1,10 +1,18 @@
 """`scatter_rows` in the TPU interpreter, against its reference, and that against itself by hand."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.scatter_rows import kernel, kernel_reference, layout
+from kernels_pallas.scatter_rows import (
+    kernel,
+    kernel_reference,
+    layout,
+    row_shape,
+    write_rows,
+)
 from tests.kernels_pallas.interpreter import interpret
 
 T = 96
@@ -66,3 +74,15 @@ def test_shapes_that_cannot_work_are_refused():
         kernel.scatter_rows(x, arena, kernel.plan_rows(row), level=1)
     with pytest.raises(ValueError, match="multiple of 32"):
         kernel.plan_rows(row[:40])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_new_rows_go_to_their_slots_and_nowhere_else(dtype: Any) -> None:
+    arena = jnp.full((6, *row_shape(128, implementation="pallas", levels=2)), 7, dtype)
+    rows_MX = jnp.arange(3 * 256, dtype=jnp.float32).reshape(3, 256)
+    slots = jnp.array([4, 0, 3], jnp.int32)
+    got = interpret(write_rows, arena, rows_MX, slots, implementation="pallas")
+    wanted = np.full((6, 256), 7, np.float32)
+    wanted[[4, 0, 3]] = rows_MX.astype(dtype).astype(jnp.float32)
+    levels = got.reshape(6, 2, -1)[:, :, :128]  # behind them, zeros up to whole lanes
+    np.testing.assert_array_equal(levels.reshape(6, 256).astype(jnp.float32), wanted)

@@ -56,6 +56,24 @@ def test_channels_of_the_encoders_in_bfloat16(channels):
     check_segments(id_N, channels=channels, dtype=jnp.bfloat16)
 
 
+def test_outputs_side_by_side_are_those_of_heads_first():
+    q, k, v = heads(8, 128, 80)
+    plan = kernel.plan_segments(jnp.repeat(jnp.arange(2), 64), tile=128, block=128)
+    sizes = {"tile": 128, "block": 128}
+    first = interpret(kernel.segment_attention, q, k, v, plan, **sizes)
+    flat = interpret(kernel.segment_attention, q, k, v, plan, **sizes, side_by_side=True)
+    np.testing.assert_array_equal(flat.reshape(128, 8, 80), first.swapaxes(0, 1))
+
+
+def test_window_values_may_stand_behind_queries_and_keys():
+    q, k, v = (x.swapaxes(0, 1).reshape(128, -1) for x in heads(2, 128, 64))
+    ids, packed = jnp.zeros(128, jnp.int32), jnp.concatenate([q, k, v], axis=1)
+    apart = interpret(windows.window_attention, q, k, v, ids, channels=64)
+    options = {"channels": 64, "first_value_lane": 256}
+    together = interpret(windows.window_attention, q, k, packed, ids, **options)
+    np.testing.assert_array_equal(together, apart)
+
+
 def test_images_that_fill_blocks_are_visited_once_each_and_unmasked():
     plan = kernel.plan_segments(jnp.repeat(jnp.arange(4), 128), tile=128, block=128)
     assert plan.num_visits == 4

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from serving import connection
-from tests.serving.conftest import ASK, post
+from tests.fakes import FakeEngine
+from tests.serving.conftest import ASK, post, running
 
 PATIENCE_SECONDS = 15
 BODY = json.dumps({"messages": ASK}).encode()
@@ -21,6 +22,7 @@ def hurry(monkeypatch):
     """Seconds as fractions of one."""
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
     monkeypatch.setattr(connection, "LINGER_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "STALL_SECONDS", 0.5)
 
 
 @contextlib.contextmanager
@@ -107,3 +109,18 @@ def test_a_head_of_many_headers_within_the_limit_is_taken(url):
         client.sendall(HEAD + headers + b"content-length: %d\r\n\r\n" % len(BODY) + BODY)
         assert client.recv(100).startswith(b"HTTP/1.1 200")
     assert post(url, BODY).status_code == 200
+
+
+def test_a_client_that_reads_nothing_is_cut_off_and_its_request_aborted(tokenizer):
+    """20 logprobs a token fill every buffer between the two."""
+    engine = FakeEngine(tokenizer)
+    body = {"messages": ASK, "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+    body = json.dumps(body | {"logprobs": True, "top_logprobs": 20}).encode()
+    with running(engine) as url, connected(url) as client:
+        client.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not engine.aborted and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert engine.aborted and not engine.running
+        assert engine.num_tokens < 100_000
+        assert post(url, BODY).status_code == 200

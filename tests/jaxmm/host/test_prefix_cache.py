@@ -152,6 +152,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     """Against a dict from the content of every cached prefix of whole pages to its last page."""
 
     locked = Bundle("locked")
+    pinned = Bundle("pinned")
 
     def __init__(self):
         super().__init__()
@@ -159,6 +160,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cache = PrefixCache(self.pool, SIZE)
         self.model: dict[tuple, int] = {}
         self.locked_pages: dict[int, int] = {}
+        self.pinned_pages: dict[int, int] = {}
 
     def prefixes(self, parts, salt):
         prompt = make_prompt(*parts)
@@ -185,7 +187,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def forget_evicted(self):
         gone = [prefix for prefix, page in self.model.items() if not self.pool.num_owners(page)]
         for prefix in gone:
-            assert self.model.pop(prefix) not in self.locked_pages
+            page = self.model.pop(prefix)
+            assert page not in self.locked_pages and page not in self.pinned_pages
 
     @rule(prompt=PROMPTS)
     def insert(self, prompt):
@@ -226,6 +229,23 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             if not self.locked_pages[page]:
                 del self.locked_pages[page]
 
+    @rule(target=pinned, prompt=PROMPTS)
+    def pin(self, prompt):
+        parts, salt = prompt
+        match = self.cache.match(key_of(*parts, salt=salt))
+        self.cache.pin(match.node)
+        for page in match.pages.tolist():
+            self.pinned_pages[page] = self.pinned_pages.get(page, 0) + 1
+        return match
+
+    @rule(match=consumes(pinned))
+    def unpin(self, match):
+        self.cache.unpin(match.node)
+        for page in match.pages.tolist():
+            self.pinned_pages[page] -= 1
+            if not self.pinned_pages[page]:
+                del self.pinned_pages[page]
+
     @rule(num_pages=st.integers(1, 4))
     def evict(self, num_pages):
         wanted = min(num_pages, self.cache.num_evictable)
@@ -236,13 +256,16 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def clear(self):
         self.cache.clear()
         self.forget_evicted()
-        assert set(self.model.values()) == self.locked_pages.keys()
+        assert set(self.model.values()) == self.locked_pages.keys() | self.pinned_pages.keys()
 
     @invariant()
     def counts_agree(self):
         assert self.cache.num_pages == len(self.model) == 24 - self.pool.num_free
         assert len(set(self.model.values())) == len(self.model)
-        assert self.cache.num_evictable == len(self.model) - len(self.locked_pages)
+        assert self.cache.num_unlocked == len(self.model) - len(self.locked_pages)
+        assert self.cache.num_pinned == len(self.pinned_pages)
+        held = self.locked_pages.keys() | self.pinned_pages.keys()
+        assert self.cache.num_evictable == len(self.model) - len(held)
 
 
 TestPrefixCacheMachine = PrefixCacheMachine.TestCase
@@ -278,3 +301,13 @@ def test_a_node_that_another_holds_does_not_grow(cache, pool):
     pages = np.concatenate([cache.match(PrefixKey(ids, (), "")).pages, pool.allocate(4)])
     second = cache.insert(PrefixKey(ids, (), ""), pages, first).node
     assert (first.stop, second.start, second.stop) == (16, 16, 32)
+
+
+def test_a_pinned_node_does_not_grow(cache, pool):
+    ids = np.arange(32, dtype=np.int64)
+    first = grow_in_chunks(cache, pool, ids[:16], 16)
+    cache.pin(first)
+    pages = np.concatenate([cache.match(PrefixKey(ids, (), "")).pages, pool.allocate(4)])
+    second = cache.insert(PrefixKey(ids, (), ""), pages, first).node
+    assert (first.stop, second.start, second.stop) == (16, 16, 32)
+    assert cache.num_pinned == 4

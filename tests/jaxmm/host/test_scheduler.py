@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from jaxmm.errors import ConfigError, MediaTooLarge, Overloaded, PromptTooLong, RequestError
 from jaxmm.host.arena import Arena
 from jaxmm.host.item import Span
+from jaxmm.host.kept import Keep
 from jaxmm.host.page_pool import PagePool
 from jaxmm.host.prefix_cache import PrefixCache
 from jaxmm.host.scheduler import Scheduler, SchedulerConfig
@@ -482,11 +483,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.loop, self.pool, self.cache, self.arena = build(
-            num_pages=14, num_rows=16, max_waiting=999, **self.changes
+            num_pages=14,
+            num_rows=16,
+            max_waiting=999,
+            max_pinned_pages=5,
+            max_sessions=2,
+            **self.changes,
         )
         self.scheduler = self.loop.scheduler
         self.sequences: list[Sequence] = []
         self.num_requests = 0
+        self.keeps = [Keep(seconds=1.0) for _ in range(3)]
 
     @rule(parts=PARTS, n=st.integers(1, 2), tokens=st.integers(1, 16), salt=st.sampled_from("xxy"))
     def add(self, parts, n, tokens, salt):
@@ -508,6 +515,28 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data):
         unfinished = [s for s in self.sequences if s.status is not Status.FINISHED]
         self.scheduler.abort(data.draw(st.sampled_from(unfinished)).request_id)
+
+    @rule(data=st.data(), seconds=st.sampled_from([0.0, 9e9]))
+    def keep(self, data, seconds):
+        """A finished sequence was a turn of one of three conversations."""
+        finished = [s for s in self.sequences if s.status is Status.FINISHED]
+        if finished:
+            keep = self.keeps[data.draw(st.integers(0, 2))]
+            keep.seconds = seconds
+            self.scheduler.keep(data.draw(st.sampled_from(finished)), keep)
+
+    @rule(index=st.integers(0, 2))
+    def drop(self, index):
+        self.scheduler.pins.drop(self.keeps[index])
+
+    @rule()
+    def expire(self):
+        self.scheduler.pins.expire()
+
+    @invariant()
+    def conversations_keep_no_more_than_their_share(self):
+        assert self.cache.num_pinned <= 5
+        assert len(self.scheduler.pins) <= 2
 
     @precondition(lambda self: self.loop.unanswered)
     @rule()
@@ -537,7 +566,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def what_nobody_runs_with_can_be_had(self):
         held = {p for s in self.sequences for p in s.pages.array.tolist()}
-        can_be_had = self.pool.num_free + self.cache.num_evictable
+        can_be_had = self.pool.num_free + self.cache.num_unlocked
         assert can_be_had == self.pool.num_pages - len(held)
 
     @invariant()
@@ -558,6 +587,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 expected = expected[: len(sequence.output_ids)]
             assert sequence.output_ids == expected
         assert self.scheduler.num_waiting == self.scheduler.num_running == 0
+        self.scheduler.pins.clear()
         assert_nothing_is_held(self.pool, self.cache, self.arena)
 
 

@@ -1,0 +1,97 @@
+"""Attention among the patches of a lane, from one projection of a layer to the other. Traced."""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int32
+
+from jaxmm.device.rope import Rope, rotate
+from kernels_pallas.rotate_heads import rotate_packed, takes_packed
+from kernels_pallas.segment_attention import kernel, windows
+from kernels_pallas.segment_attention.api import (
+    Implementation,
+    segment_attention,
+    window_attention,
+)
+
+
+def attend_images(
+    qkv_NO: Float[Array, "N O"],
+    rope: Rope,
+    segment_N: Int32[Array, " N"],
+    *,
+    num_heads: int,
+    implementation: Implementation,
+) -> Float[Array, "N E"]:
+    """Attention of each patch over its own image.
+
+    Args:
+        qkv_NO: Queries, keys, values, each with its heads side by side (O = 3 E).
+        rope: Positions of the patches.
+        segment_N: Which image, never falling; -1 for padding.
+        num_heads: H.
+        implementation: Of the attention.
+    """
+    if implementation == "pallas" and takes_packed(num_heads, _channels(qkv_NO, num_heads)):
+        scale = kernel.query_scale(_channels(qkv_NO, num_heads))
+        q_HNC, k_HNC, v_HNC = rotate_packed(
+            qkv_NO, *rope.whole_heads(), scale=scale, heads_first=True
+        )
+        tile, block = kernel.segment_sizes(len(segment_N))
+        # the same for all layers, so XLA makes it once
+        plan = kernel.plan_segments(segment_N, tile=tile, block=block)
+        return kernel.segment_attention(
+            q_HNC, k_HNC, v_HNC, plan, tile=tile, block=block, side_by_side=True
+        )
+    heads = _rotated(qkv_NO, num_heads, rope)
+    return segment_attention(*heads, segment_N, implementation=implementation).reshape(
+        len(qkv_NO), -1
+    )
+
+
+def attend_windows(
+    qkv_NO: Float[Array, "N O"],
+    rope: Rope,
+    window_N: Int32[Array, " N"],
+    *,
+    num_heads: int,
+    block: int,
+    implementation: Implementation,
+) -> Float[Array, "N E"]:
+    """Attention of each patch over its own window.
+
+    Args:
+        qkv_NO: Queries, keys, values, each with its heads side by side (O = 3 E).
+        rope: Positions of the patches.
+        window_N: Which window; none crosses a multiple of `block`; -1 for padding.
+        num_heads: H.
+        block: Patches of a full window.
+        implementation: Of the attention.
+    """
+    channels = _channels(qkv_NO, num_heads)
+    if implementation == "pallas" and takes_packed(num_heads, channels) and block == windows.WINDOW:
+        scale = kernel.query_scale(channels)
+        q_NX, k_NX = rotate_packed(qkv_NO, *rope.whole_heads(), scale=scale, heads_first=False)
+        return windows.window_attention(
+            q_NX,
+            k_NX,
+            qkv_NO,
+            window_N,
+            channels=channels,
+            first_value_lane=2 * q_NX.shape[1],
+        )
+    heads = _rotated(qkv_NO, num_heads, rope)
+    attended_NHC = window_attention(*heads, window_N, block=block, implementation=implementation)
+    return attended_NHC.reshape(len(qkv_NO), -1)
+
+
+def _channels(qkv_NO: Float[Array, "N O"], num_heads: int) -> int:
+    return qkv_NO.shape[1] // 3 // num_heads
+
+
+def _rotated(
+    qkv_NO: Float[Array, "N O"], num_heads: int, rope: Rope
+) -> tuple[Float[Array, "N H C"], Float[Array, "N H C"], Float[Array, "N H C"]]:
+    q_NHC, k_NHC, v_NHC = (
+        x_NE.reshape(len(qkv_NO), num_heads, -1) for x_NE in jnp.split(qkv_NO, 3, axis=-1)
+    )
+    return rotate(q_NHC, rope), rotate(k_NHC, rope), v_NHC

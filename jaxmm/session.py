@@ -1,0 +1,184 @@
+"""A conversation that keeps its pictures and its prefix between turns. Host only."""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import AsyncIterator, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
+
+from jaxmm.asking import (
+    Images,
+    Message,
+    new_request_id,
+    picture_sources,
+    sampling_params,
+    user_turn,
+)
+from jaxmm.errors import RequestError
+from jaxmm.gather import Gathered, stream_deltas
+from jaxmm.host.kept import Keep, KeptPicture
+from jaxmm.request import Delta, Request, Result, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxmm.engine import Engine
+
+
+class Session:
+    """A conversation with one engine: `Engine.session` makes it, `send` adds a turn.
+
+    Every turn is answered as the whole conversation sent at once would be; what earlier turns cost
+    is not paid again. Until it is closed, expires, or others need the room, the engine keeps the
+    processed pictures and pins the conversation's pages in its prefix cache. What was given back
+    is made again by the next turn: a conversation never fails for it. Its limits are those of one
+    request, for all its turns together: `max_model_len` tokens and `media.max_items` pictures.
+    """
+
+    def __init__(
+        self, engine: "Engine", system: str | None, *, salt: str, expire_seconds: float
+    ) -> None:
+        """See `Engine.session`."""
+        self._engine = engine
+        self._salt = salt
+        self._messages: list[Message] = []
+        if system is not None:
+            self._messages.append({"role": "system", "content": system})
+        self._keep = Keep(seconds=expire_seconds)
+        self._lock = threading.Lock()
+        self._answering = False
+        # a conversation that is dropped without `close` gives everything back too
+        self._forget = weakref.finalize(self, engine.forget, self._keep)
+        self._forget.atexit = False
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The conversation so far, as `generate` takes it."""
+        return tuple(self._messages)
+
+    @property
+    def images(self) -> Sequence[Any]:
+        """Its pictures so far, as they were sent."""
+        return tuple(picture.source for picture in self._keep.pictures)
+
+    @overload
+    def send(
+        self, text: str, images: Images = ..., *, stream: Literal[False] = ..., **sampling: Any
+    ) -> Result: ...
+    @overload
+    def send(
+        self, text: str, images: Images = ..., *, stream: Literal[True], **sampling: Any
+    ) -> Iterator[Delta]: ...
+    def send(
+        self, text: str, images: Images = None, *, stream: bool = False, **sampling: Any
+    ) -> Result | Iterator[Delta]:
+        """Add a turn and answer it.
+
+        A turn that fails, or whose stream is left before its end, leaves the conversation as it
+        was.
+
+        Args:
+            text: What the user says.
+            images: New pictures, which stand before the text; earlier ones are still there.
+            stream: Give a `Delta` for each step instead of a result.
+            **sampling: Fields of `SamplingParams`; `n` is 1.
+
+        Raises:
+            RequestError: As `generate`; or the session is closed, or still answering.
+        """
+        params = sampling_params(sampling)
+        deltas = self._deltas(text, images, params)
+        if stream:
+            return deltas
+        gathered: Gathered | None = None
+        for delta in deltas:
+            gathered = gathered or Gathered(delta.id, params)
+            gathered.add(delta)
+        assert gathered is not None, "an answer has a delta at least"
+        return gathered.result()
+
+    async def asend(
+        self, text: str, images: Images = None, **sampling: Any
+    ) -> AsyncIterator[Delta]:
+        """Add a turn, giving a `Delta` for each step; see `send`."""
+        with self._turn(text, images, sampling_params(sampling)) as turn:
+            async with contextlib.aclosing(self._engine.astream(turn.request)) as deltas:
+                async for delta in deltas:
+                    turn.take(delta)
+                    yield delta
+
+    def close(self) -> None:
+        """End the conversation and give back what it keeps; may be called again."""
+        self._forget()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _deltas(self, text: str, images: Images, params: SamplingParams) -> Iterator[Delta]:
+        with self._turn(text, images, params) as turn:
+            for delta in stream_deltas(self._engine, turn.request):
+                turn.take(delta)
+                yield delta
+
+    @contextlib.contextmanager
+    def _turn(self, text: str, images: Images, params: SamplingParams) -> Iterator["_Turn"]:
+        """One turn at a time."""
+        if params.n != 1:
+            raise RequestError(f"n={params.n}: a conversation goes on from one answer; use n=1")
+        with self._lock:
+            if self._keep.closed:
+                raise RequestError("the session is closed; begin another with engine.session()")
+            if self._answering:
+                raise RequestError("the session is answering; wait until that answer has ended")
+            self._answering = True
+        turn = _Turn(text, [KeptPicture(source) for source in picture_sources(images)])
+        self._keep.pictures += turn.pictures
+        try:
+            turn.request = self._request(turn, params)
+            yield turn
+        finally:
+            self._end(turn)
+
+    def _request(self, turn: "_Turn", params: SamplingParams) -> Request:
+        return Request(
+            id=new_request_id("turn"),
+            messages=[*self._messages, turn.question],
+            images=tuple(self._keep.pictures),
+            sampling=params,
+            salt=self._salt,
+            keep=self._keep,
+        )
+
+    def _end(self, turn: "_Turn") -> None:
+        """Make a turn that was answered to its end a part of the conversation."""
+        if turn.is_complete:
+            answer = {"role": "assistant", "content": "".join(turn.answer)}
+            self._messages += [turn.question, answer]
+        else:
+            del self._keep.pictures[len(self._keep.pictures) - len(turn.pictures) :]
+        if self._keep.closed:  # meanwhile
+            self._keep.release()
+        self._answering = False
+
+
+class _Turn:
+    """A question of a session, and its answer as it comes."""
+
+    request: Request
+
+    def __init__(self, text: str, pictures: list[KeptPicture]) -> None:
+        self.pictures = pictures
+        self.question = user_turn(text, len(pictures))
+        self.answer: list[str] = []
+        self.is_complete = False
+
+    def take(self, delta: Delta) -> None:
+        self.answer.append(delta.text)
+        self.is_complete = delta.finish_reason is not None

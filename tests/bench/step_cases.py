@@ -1,0 +1,132 @@
+"""Whole steps of published models, compiled for chips that are not there: dimensions and bytes."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmm.device.backend import Backend
+from jaxmm.device.lowering import Lowering
+from jaxmm.host.buckets import Buckets
+from jaxmm.models.config import ModelConfig, TextConfig, VisionConfig
+from jaxmm.sizes import Sizes
+from tests import aot
+
+
+def qwen2_5_vl_7b(text_layers: int = 28, vision_layers: int = 32) -> ModelConfig:
+    """Dimensions of Qwen2.5-VL-7B, with as many layers as asked for."""
+    text = TextConfig(
+        vocab_size=152064,
+        width=3584,
+        mlp_width=18944,
+        num_layers=text_layers,
+        num_heads=28,
+        num_kv_heads=4,
+        head_channels=128,
+        rms_eps=1e-6,
+        rope_theta=1e6,
+        mrope_section=(16, 24, 24),
+        tied=False,
+    )
+    vision = VisionConfig(
+        depth=vision_layers,
+        width=1280,
+        num_heads=16,
+        mlp_width=3420,
+        patch_size=14,
+        temporal_patch_size=2,
+        merge_size=2,
+        in_channels=3,
+        out_width=3584,
+        window_patches=64,
+        full_attention_layers=(7, 15, 23, 31) if vision_layers == 32 else (1,),
+        image_mean=(0.48145466, 0.4578275, 0.40821073),
+        image_std=(0.26862954, 0.26130258, 0.27577711),
+    )
+    return ModelConfig(
+        family="qwen2_5_vl",
+        text=text,
+        vision=vision,
+        image_token_id=151655,
+        video_token_id=151656,
+        vision_start_token_id=151652,
+        vision_end_token_id=151653,
+        eos_token_ids=(151645, 151643),
+        max_position=128000,
+    )
+
+
+SERVING = Sizes(
+    page_size=128,
+    num_pages=1024,
+    num_rows=16384,
+    max_running=64,
+    max_model_len=32768,
+    max_step_tokens=2048,
+    max_lane_patches=16384,
+    buckets=Buckets(tokens=(64, 2048), patches=(4096, 16384)),
+)
+"""131072 tokens of KV; steps of 64 decodes or of 2048 tokens, lanes of 4096 or 16384 patches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """What the compiler says of one step on one chip."""
+
+    argument_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+    aliased_bytes: int
+    hlo: str
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory of a chip that the step takes, its arguments included."""
+        results = self.output_bytes - self.aliased_bytes
+        return self.argument_bytes + results + self.temporary_bytes
+
+    def collectives(self) -> list[tuple[str, int]]:
+        """Kind and bytes of each collective between chips, sampling left out.
+
+        Sampling passes maxima and sums of rows around, a few hundred bytes each.
+        """
+        kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+        found = []
+        for line in self.hlo.splitlines():
+            match = re.search(rf"= (\w+)\[([\d,]*)\]\S* ({kinds})(?:-start)?\(", line)
+            if match and "/sample/" not in line:
+                size = 2 if match[1] == "bf16" else 4
+                found.append((match[3], size * math.prod(map(int, match[2].split(",")))))
+        return found
+
+
+def lowering(
+    model: ModelConfig, topology: str, chips: int, sizes: Sizes = SERVING
+) -> tuple[Lowering, Any]:
+    """The steps of a model in bfloat16 with the TPU kernels, split over so many chips."""
+    mesh = aot.mesh_of(topology, {"model": chips})
+    return Lowering(model, sizes, jnp.bfloat16, Backend("pallas", mesh)), mesh
+
+
+def compile_step(lowered_by: Lowering, mesh: Any, step: str, size: int) -> CompiledStep:
+    """Compile a step of a bucket."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # tells Pallas the generation
+        compiled = getattr(lowered_by, step)(size).compile()
+    memory = compiled.memory_analysis()
+    return CompiledStep(
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        aliased_bytes=memory.alias_size_in_bytes,
+        hlo=compiled.as_text(),
+    )
+
+
+def chip_bytes(tree: Any) -> int:
+    """Bytes of one chip's part of arrays that are described with their sharding."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )

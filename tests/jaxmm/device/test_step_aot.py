@@ -1,0 +1,55 @@
+"""Whole steps of a 7B model compile for four v5e chips: they fit, in place, and talk little.
+
+Two layers of each kind stand for all: a layer more adds its weights and its pool, no temporary.
+"""
+
+from importlib.util import find_spec
+
+import pytest
+
+from jaxmm.device.lowering import Lowering
+from tests.bench import step_cases
+from tests.bench.step_cases import CompiledStep
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is for Linux on x86-64"),
+]
+
+TOPOLOGY, CHIPS = "v5e:2x2", 4
+CHIP_BYTES = 15.75 * 2**30
+"""What a v5e's 16 GiB leave to programs."""
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def lowered_by() -> tuple[Lowering, object]:
+    return step_cases.lowering(step_cases.qwen2_5_vl_7b(LAYERS, LAYERS), TOPOLOGY, CHIPS)
+
+
+def whole_model_bytes(compiled: CompiledStep) -> int:
+    """Weights, pools, arena and state of all layers on one chip, and the step's temporaries."""
+    whole, _ = step_cases.lowering(step_cases.qwen2_5_vl_7b(), TOPOLOGY, CHIPS)
+    held = (whole.params, whole.kv_pages, whole.arena, whole.state)
+    return step_cases.chip_bytes(held) + compiled.temporary_bytes
+
+
+@pytest.mark.parametrize("num_tokens", [64, 2048])
+def test_language_step(lowered_by: tuple[Lowering, object], num_tokens: int) -> None:
+    steps, mesh = lowered_by
+    compiled = step_cases.compile_step(steps, mesh, "language", num_tokens)
+    pools, state = step_cases.chip_bytes(steps.kv_pages), step_cases.chip_bytes(steps.state)
+    assert compiled.aliased_bytes >= pools + state
+    assert compiled.temporary_bytes < pools  # two layers' pools of 64 MiB: no copy of them
+    assert whole_model_bytes(compiled) < CHIP_BYTES
+    # one sum for the embeddings, two a layer, of bfloat16 residuals
+    residual = num_tokens * 3584 * 2
+    assert compiled.collectives() == [("all-reduce", residual)] * (1 + 2 * LAYERS)
+
+
+def test_encode_step(lowered_by: tuple[Lowering, object]) -> None:
+    steps, mesh = lowered_by
+    compiled = step_cases.compile_step(steps, mesh, "encode", 4096)
+    assert compiled.aliased_bytes >= step_cases.chip_bytes(steps.arena)
+    assert whole_model_bytes(compiled) < CHIP_BYTES
+    assert compiled.collectives() == []
