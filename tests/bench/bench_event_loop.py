@@ -31,7 +31,7 @@ from jaxmm.config import load_config
 from jaxmm.engine import Engine
 from serving.config import ServerConfig
 from serving.lag import LagProbe
-from serving.main import uvicorn_config
+from serving.main import tune_interpreter, uvicorn_config
 from tests.bench.machine import describe_run
 from tests.serving.soak import SETTINGS
 
@@ -139,6 +139,7 @@ def main() -> None:
     settings = {f"engine.{name}": value for name, value in SETTINGS.items()}
     config = load_config(ServerConfig, None, settings)
     with Engine(config.engine) as engine, socket.create_server(("127.0.0.1", 0)) as listener:
+        tune_interpreter()
         served = uvicorn_config(engine, config)
         server = uvicorn.Server(served)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
