@@ -77,7 +77,7 @@ class Completions:
             ask, urls = read_ask(endpoint, await read_body(http))
         if ask.model not in (None, self._model):
             raise UnknownModel(f"the model served here is {self._model!r}; see GET /v1/models")
-        check_num_pictures(len(urls), self._config.engine.media.max_items)
+        check_num_pictures(ask.num_items, self._config.engine.media.max_items)
         with stage("fetch", images=len(urls)):
             fetching = self._fetcher.fetch_all(urls, http.state.share.take)
             pictures = await while_connected(http.receive, fetching)

@@ -24,19 +24,19 @@ def parameters(config: ModelConfig) -> list[Parameter]:
 
 def text_parameters(config: TextConfig) -> list[Parameter]:
     """A Qwen2 decoder."""
-    table = [
-        Parameter(
-            ("text", "embed_VD"),
-            (Tensor("model.embed_tokens.weight", (config.vocab_size, config.width)),),
-        ),
+    layers = range(config.num_layers)
+    return [*text_ends(config), *(p for layer in layers for p in _text_layer(config, layer))]
+
+
+def text_ends(config: TextConfig) -> list[Parameter]:
+    """What stands before and after a decoder's layers: embedding, last norm, head."""
+    table = (config.vocab_size, config.width)
+    ends = [
+        Parameter(("text", "embed_VD"), (Tensor("model.embed_tokens.weight", table),)),
         Parameter(("text", "norm_D"), (Tensor("model.norm.weight", (config.width,)),)),
     ]
-    for layer in range(config.num_layers):
-        table += _text_layer(config, layer)
-    if not config.tied:
-        head = Tensor("lm_head.weight", (config.vocab_size, config.width))
-        table.append(Parameter(("text", "head_VD"), (head,)))
-    return table
+    head = Parameter(("text", "head_VD"), (Tensor("lm_head.weight", table),))
+    return ends if config.tied else [*ends, head]
 
 
 def _text_layer(config: TextConfig, layer: int) -> list[Parameter]:
