@@ -16,9 +16,11 @@ import numpy.typing as npt
 
 from jaxmm.config import EngineConfig
 from jaxmm.device.backend import Backend, check_sizes, settle_backend
+from jaxmm.device.executables import source_digest
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.runner import Runner
-from jaxmm.errors import ModelError, RequestError, SamplingError
+from jaxmm.device.scratch import keep_scratch_memory
+from jaxmm.errors import ConfigError, ModelError, RequestError, SamplingError
 from jaxmm.host.arena import Arena
 from jaxmm.host.chat import ChatTokenizer
 from jaxmm.host.decode import Decoder
@@ -42,6 +44,8 @@ from jaxmm.models.converted import is_converted, restore_params
 from jaxmm.models.loading import place_params
 from jaxmm.models.remote import fetch_small_files, is_remote
 from jaxmm.models.twin import text_is_bfloat16
+from jaxmm.pod.join import join, least, meet
+from jaxmm.pod.lead import PodRunner
 from jaxmm.request import SamplingParams
 from jaxmm.sizes import (
     CPU_MAX_PIXELS,
@@ -96,7 +100,7 @@ class Parts:
     prefix_cache: PrefixCache
     arena: Arena
     scheduler: Scheduler
-    runner: Runner
+    runner: Runner | PodRunner
     ledger: CompileLedger
     padding: Padding
 
@@ -149,38 +153,104 @@ class Parts:
         self.ledger.close()
 
 
-def build_parts(config: EngineConfig) -> Parts:
-    """Load a checkpoint and make everything ready to serve.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Basis:
+    """What is settled before anything is loaded; the same on every host of a pod."""
+
+    directory: Path
+    model: ModelConfig
+    dtype: Any
+    processor: Any
+    backend: Backend
+    sizes: Sizes
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where the same steps are run on the same weights."""
+        files = sorted((p.name, p.stat().st_size) for p in self.directory.glob("*.safetensors"))
+        dtype, source = np.dtype(self.dtype), source_digest()
+        return f"{self.model}|{self.sizes}|{dtype}|{self.backend}|{source}|{files}"
+
+
+def settle_basis(config: EngineConfig) -> Basis:
+    """Meet the other hosts, if there are any, and read what the checkpoint says of itself.
 
     Raises:
-        ConfigError, ModelError: The message names the setting, key or tensor.
+        ConfigError, ModelError: The message names the setting or key.
     """
-    start = time.perf_counter()
+    join(config)
+    if jax.default_backend() == "cpu" and not keep_scratch_memory():
+        logger.info("the C library keeps no scratch memory: steps clear theirs anew")
     directory = model_directory(config)
     model = read_config(directory)
     check_vocabulary(model.text.vocab_size)
     dtype = _dtype(config)
     processor = _processor(config, model, directory)
-    video = _video(config, model, directory, processor)
     backend = settle_backend(config.kernels, config.tensor_parallel, model, dtype)
-    sizes = _sizes(config, model, processor, backend)
-    ledger = CompileLedger(config.on_recompile)
-    with ThreadPoolExecutor(2, thread_name_prefix="jaxmm-load") as threads:
-        # the executables need neither weights nor tokenizer: all three at once
-        runner = Runner(
-            model,
-            sizes,
-            dtype,
-            backend=backend,
-            ledger=ledger,
-            compile_cache_dir=config.compile_cache_dir,
-            twin=_wants_twin(config, model, sizes, directory, backend),
-        )
-        weights = threads.submit(_load_weights, config, model, directory, dtype, runner)
-        words = threads.submit(_load_tokenizer, model, directory)
+    return Basis(
+        directory=directory,
+        model=model,
+        dtype=dtype,
+        processor=processor,
+        backend=backend,
+        sizes=_sizes(config, model, processor, backend),
+    )
+
+
+def load_runner(config: EngineConfig, basis: Basis, ledger: CompileLedger) -> Runner:
+    """Make the executables and load the weights, both at once.
+
+    Raises:
+        ModelError: The message names the tensor or key.
+    """
+    runner = Runner(
+        basis.model,
+        basis.sizes,
+        basis.dtype,
+        backend=basis.backend,
+        ledger=ledger,
+        compile_cache_dir=config.compile_cache_dir,
+        twin=_wants_twin(config, basis),
+    )
+    with ThreadPoolExecutor(1, thread_name_prefix="jaxmm-load") as threads:
+        weights = threads.submit(_load_weights, config, basis, runner)
         runner.warm_up(progress=config.progress)
-        tokenizer, grammars = words.result()
         runner.place(weights.result())
+    return runner
+
+
+def build_parts(config: EngineConfig) -> Parts:
+    """Load a checkpoint and make everything ready to serve.
+
+    Raises:
+        ConfigError, ModelError: The message names the setting, key or tensor.
+        PeerLost: Another host of the pod did not come, or went.
+    """
+    start = time.perf_counter()
+    basis = settle_basis(config)
+    if jax.process_index():
+        raise ConfigError(
+            f"this is process {jax.process_index()} of a pod, and process 0 has the engine; run "
+            "jaxmm serve, or jaxmm.pod.follow.follow(config), here"
+        )
+    directory, model, processor, sizes = (
+        basis.directory,
+        basis.model,
+        basis.processor,
+        basis.sizes,
+    )
+    video = _video(config, model, directory, processor)
+    ledger = CompileLedger(config.on_recompile)
+    followers = None
+    if jax.process_count() > 1:
+        followers = meet(config, basis.fingerprint).to_followers(config.pod)
+    with ThreadPoolExecutor(1, thread_name_prefix="jaxmm-words") as threads:
+        words = threads.submit(_load_tokenizer, model, directory)
+        here = load_runner(config, basis, ledger)
+        tokenizer, grammars = words.result()
+    if followers is not None:
+        followers.wait_ready()
+    runner = here if followers is None else PodRunner(here, followers)
     decoder = DecodePool(
         processor,
         Limits(config.media.max_bytes, config.media.max_decode_pixels),
@@ -234,9 +304,8 @@ def build_parts(config: EngineConfig) -> Parts:
     )
 
 
-def _load_weights(
-    config: EngineConfig, model: ModelConfig, directory: Path, dtype: Any, runner: Runner
-) -> Any:
+def _load_weights(config: EngineConfig, basis: Basis, runner: Runner) -> Any:
+    directory, model, dtype = basis.directory, basis.model, basis.dtype
     if is_converted(directory):
         return restore_params(
             directory, model, dtype, runner.param_sharding, progress=config.progress
@@ -244,17 +313,15 @@ def _load_weights(
     return place_params(directory, model, dtype, runner.place_param, progress=config.progress)
 
 
-def _wants_twin(
-    config: EngineConfig, model: ModelConfig, sizes: Sizes, directory: Path, backend: Backend
-) -> bool:
+def _wants_twin(config: EngineConfig, basis: Basis) -> bool:
     """Whether steps of one token shall read the decoder's weights in bfloat16."""
     return (
         jax.default_backend() == "cpu"
-        and backend.mesh is None
-        and _dtype(config) == jnp.float32
-        and has_room_for_twin(config, model, sizes, device_memory_bytes())
-        and not is_converted(directory)
-        and text_is_bfloat16(directory, model)
+        and basis.backend.mesh is None
+        and basis.dtype == jnp.float32
+        and has_room_for_twin(config, basis.model, basis.sizes, device_memory_bytes())
+        and not is_converted(basis.directory)
+        and text_is_bfloat16(basis.directory, basis.model)
     )
 
 
@@ -366,11 +433,11 @@ def model_directory(config: EngineConfig) -> Path:
 
 
 def device_memory_bytes() -> int:
-    """Memory of one device; on a CPU that of the machine."""
-    stats: dict[str, Any] | None = jax.devices()[0].memory_stats()
+    """Memory of one device, on a CPU that of the machine; in a pod the least of all hosts."""
+    stats: dict[str, Any] | None = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
-    return host_memory_bytes()
+        return least(int(stats["bytes_limit"]))
+    return least(host_memory_bytes())
 
 
 def _dtype(config: EngineConfig) -> Any:

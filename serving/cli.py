@@ -11,7 +11,7 @@ from jaxmm.errors import JaxmmError
 from jaxmm.request import Delta, Request, SamplingParams
 from serving.config import ENGINE_PREFIX, ServerConfig, load_server_config
 from serving.deploy.command import add_deploy_commands
-from serving.engine import LoadEngine, convert_model, describe_buckets, load_engine
+from serving.engine import LoadEngine, convert_model, describe_buckets, followed, load_engine
 from serving.flags import add_flags, given_settings
 
 
@@ -89,6 +89,8 @@ def _convert(parsed: argparse.Namespace, *_: object) -> None:
 
 
 def _generate(parsed: argparse.Namespace, config: ServerConfig, load: LoadEngine) -> None:
+    if followed(config.engine):
+        return
     request = _request(parsed)
     engine = load(config.engine)
     try:

@@ -14,7 +14,7 @@ from jaxmm.errors import ConfigError, EngineStopped
 from serving.app import create_app
 from serving.config import ServerConfig
 from serving.connection import Connection
-from serving.engine import LoadEngine, ServedEngine, load_engine
+from serving.engine import LoadEngine, ServedEngine, followed, load_engine
 from serving.example import picture_uri
 from serving.lifetime import Server, described
 from serving.logs import configure_logs
@@ -25,6 +25,8 @@ _BACKLOG = 2048
 def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
     """Load the engine and serve until SIGINT or SIGTERM; then let running requests end.
 
+    On the hosts of a pod but the first, follow that one until it ends.
+
     Raises:
         ConfigError: The address cannot be had.
         ModelError: The checkpoint cannot be loaded.
@@ -32,6 +34,8 @@ def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
     """
     configure_logs(config.log_level, config.log_format)
     signal.signal(signal.SIGTERM, _end)  # nobody is served yet
+    if followed(config.engine):
+        return
     with _bind(config.host, config.port) as listener:  # before minutes of loading
         engine = load(config.engine)
         try:

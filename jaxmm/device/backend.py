@@ -75,7 +75,7 @@ def settle_backend(
 
     Args:
         kernels: The setting; "auto" is Pallas on TPUs, for models that the kernels can take.
-        tensor_parallel: Chips that the model is split over.
+        tensor_parallel: Chips that the model is split over; 0: as many as there are and it can be.
         model: Its dimensions.
         dtype: Of weights, KV and arena.
 
@@ -83,7 +83,13 @@ def settle_backend(
         ConfigError: What was asked for cannot run here; the text says why.
     """
     platform = jax.default_backend()
-    mesh = None if tensor_parallel == 1 else _mesh(tensor_parallel, model)
+    num_chips = tensor_parallel or _most_chips(model)
+    if jax.process_count() > 1 and num_chips != jax.device_count():
+        raise ConfigError(
+            f"tensor_parallel={num_chips} and the {jax.process_count()} processes of the pod have "
+            f"{jax.device_count()} chips; a pod uses all of them"
+        )
+    mesh = None if num_chips == 1 else _mesh(num_chips, model)
     if kernels == "pallas" and platform != "tpu":
         raise ConfigError(
             f"kernels='pallas' needs a TPU and this machine has a {platform}; use 'auto'"
@@ -143,6 +149,23 @@ def check_sizes(
         )
 
 
+def _most_chips(model: ModelConfig) -> int:
+    """The most chips of those there are that a model can be split over."""
+    return max(n for n in range(1, jax.device_count() + 1) if not any(_rests(model, n)))
+
+
+def _rests(model: ModelConfig, num_chips: int) -> Iterator[str]:
+    """What of a model cannot be split over so many chips."""
+    text = model.text
+    for value, name in (
+        (text.num_kv_heads, "KV heads"),
+        (text.mlp_width, "MLP channels"),
+        (text.vocab_size, "vocabulary entries"),
+    ):
+        if value % num_chips:
+            yield f"{value} {name}"
+
+
 def _mesh(num_chips: int, model: ModelConfig) -> Mesh:
     """A mesh over the first devices, all of them along `model`."""
     devices = jax.devices()
@@ -151,16 +174,8 @@ def _mesh(num_chips: int, model: ModelConfig) -> Mesh:
             f"tensor_parallel={num_chips} and this machine has {len(devices)} "
             f"{devices[0].platform} device(s)"
         )
-    text = model.text
-    for value, name in (
-        (text.num_kv_heads, "KV heads"),
-        (text.mlp_width, "MLP channels"),
-        (text.vocab_size, "vocabulary entries"),
-    ):
-        if value % num_chips:
-            raise ConfigError(
-                f"tensor_parallel={num_chips} does not divide the model's {value} {name}"
-            )
+    for rest in _rests(model, num_chips):
+        raise ConfigError(f"tensor_parallel={num_chips} does not divide the model's {rest}")
     return jax.make_mesh(
         (num_chips,),
         ("model",),

@@ -18,7 +18,7 @@ from jaxmm.device.executables import Key, Lower
 from jaxmm.device.kv import KV_POOL, pool_shape
 from jaxmm.device.lane import Lane
 from jaxmm.device.sampling import init_state
-from jaxmm.device.sharding import WHOLE, param_spec
+from jaxmm.device.sharding import PATCHES, WHOLE, param_spec
 from jaxmm.host.batch import StepLayout
 from jaxmm.host.grammar import mask_words
 from jaxmm.host.lanes import MERGED_PATCHES
@@ -125,7 +125,9 @@ class Lowering:
     def encode(self, rung: int) -> jax.stages.Lowered:
         """Lower the encode step of a bucket of patches."""
         vision, shape = self._vision, self._shape
-        patches = shape(rung, vision.patch_values, dtype=jnp.uint8)
+        patches = shape(
+            rung, vision.patch_values, dtype=jnp.uint8, spec=patch_spec(rung, self._backend)
+        )
         lane = Lane(
             patches_NU=patches,
             later_NU=patches,
@@ -165,3 +167,9 @@ class Lowering:
 
     def _shape(self, *dims: int, dtype: DTypeLike = jnp.int32, spec: PartitionSpec = WHOLE) -> Any:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self._backend.sharding(spec))
+
+
+def patch_spec(num_patches: int, backend: Backend) -> PartitionSpec:
+    """How a lane's patches lie on their way in: whole on one host, in parts on several."""
+    one_host = jax.process_count() == 1
+    return WHOLE if one_host or num_patches % backend.num_shards else PATCHES

@@ -107,6 +107,8 @@ def _arguments(deployment: Deployment) -> list[str]:
         "8000",
         "--drain-seconds",
         str(DRAIN_SECONDS),
+        "--tensor-parallel",
+        "0",
         *deployment.server,
     ]
 
