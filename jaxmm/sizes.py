@@ -199,7 +199,7 @@ def _memory_parts(sizes: Sizes, model: ModelConfig, itemsize: int) -> dict[str, 
     return {
         "weights": weight_count(model) * itemsize,
         "pages.num_pages": sizes.num_pages * page_bytes(model, sizes.page_size, itemsize),
-        "arena.num_rows": sizes.num_rows * model.text.width * itemsize,
+        "arena.num_rows": sizes.num_rows * model.text.row_width * itemsize,
         "max_running": sizes.max_running * model.text.vocab_size * _COUNT_BYTES,
     }
 
