@@ -35,6 +35,13 @@ class TextConfig:
     """Frequencies turned by time, height, width; their sum is half the head channels."""
     tied: bool
     """The output head is the embedding."""
+    kv_copies: int = 1
+    """How often each KV head of the checkpoint stands; `num_kv_heads` counts all of them."""
+
+    @property
+    def stored_kv_heads(self) -> int:
+        """KV heads of the checkpoint."""
+        return self.num_kv_heads // self.kv_copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,8 @@
 """Qwen2-VL: which tensors of a checkpoint make up which parameter. Host only."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from jaxmm.models.config import ModelConfig, TextConfig, VisionConfig
 from jaxmm.models.loading import Parameter, ParameterPath, Tensor
 
@@ -43,9 +46,10 @@ def _text_layer(config: TextConfig, layer: int) -> list[Parameter]:
     width, mlp_width = config.width, config.mlp_width
     heads = {
         "q_proj": config.num_heads * config.head_channels,
-        "k_proj": config.num_kv_heads * config.head_channels,
-        "v_proj": config.num_kv_heads * config.head_channels,
+        "k_proj": config.stored_kv_heads * config.head_channels,
+        "v_proj": config.stored_kv_heads * config.head_channels,
     }
+    copies = {"k_proj": config.kv_copies, "v_proj": config.kv_copies}
     gate_up = {"gate_proj": mlp_width, "up_proj": mlp_width}
     at: ParameterPath = ("text", "layers", layer)
     prefix = f"model.layers.{layer}."
@@ -53,12 +57,12 @@ def _text_layer(config: TextConfig, layer: int) -> list[Parameter]:
         Parameter((*at, "attn_norm_D"), (Tensor(f"{prefix}input_layernorm.weight", (width,)),)),
         Parameter(
             (*at, "qkv_OD"),
-            stacked(f"{prefix}self_attn", "weight", heads, (width,)),
+            stacked(f"{prefix}self_attn", "weight", heads, (width,), copies),
             groups=config.num_kv_heads,
         ),
         Parameter(
             (*at, "qkv_O"),
-            stacked(f"{prefix}self_attn", "bias", heads),
+            stacked(f"{prefix}self_attn", "bias", heads, (), copies),
             groups=config.num_kv_heads,
         ),
         Parameter(
@@ -77,10 +81,17 @@ def _text_layer(config: TextConfig, layer: int) -> list[Parameter]:
 
 
 def stacked(
-    prefix: str, suffix: str, rows: dict[str, int], rest: tuple[int, ...] = ()
+    prefix: str,
+    suffix: str,
+    rows: dict[str, int],
+    rest: tuple[int, ...] = (),
+    copies: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Tensor, ...]:
-    """The tensors `prefix.<name>.suffix`, each of its number of rows."""
-    return tuple(Tensor(f"{prefix}.{name}.{suffix}", (n, *rest)) for name, n in rows.items())
+    """The tensors `prefix.<name>.suffix`, each of its number of rows, and as often as it stands."""
+    return tuple(
+        Tensor(f"{prefix}.{name}.{suffix}", (n, *rest), copies.get(name, 1))
+        for name, n in rows.items()
+    )
 
 
 def linear(

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmm.config import EngineConfig
+from jaxmm.device.backend import spread_kv_heads
 from jaxmm.errors import ModelError
 from jaxmm.models import read_config
 from jaxmm.models.converted import convert, is_converted, restore_params
@@ -90,6 +91,14 @@ def test_restoring_in_many_waves_gives_the_same(converted: Path) -> None:
     config = read_config(converted)
     params = restore_params(converted, config, np.float32, one_device, wave_bytes=1 << 16)
     assert_equal_params(params, from_files(checkpoint("qwen2_5_vl")))
+
+
+def test_more_chips_than_kv_heads_restore_what_they_would_load(converted: Path) -> None:
+    source = checkpoint("qwen2_5_vl")
+    config = spread_kv_heads(read_config(source), 4)
+    assert (config.text.num_kv_heads, config.text.kv_copies) == (4, 2)
+    expected = load_params(source, config, np.float32, lambda _, value: value)
+    assert_equal_params(restore_params(converted, config, np.float32, one_device), expected)
 
 
 def test_another_layout_of_parameters_is_refused(converted: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Pods of 2 and 4 local processes: the oracle is the same engine in one process."""
 
+import functools
 import json
 import re
 import signal
@@ -21,6 +22,7 @@ LEADER = ("-m", "tests.pods")
 pytestmark = pytest.mark.slow
 
 
+@functools.cache
 def expected(model: Path) -> list[list[int]]:
     """The workload's tokens from one process."""
     with make_engine("qwen2_5_vl", model=str(model), **FEW) as alone:
@@ -56,7 +58,8 @@ def test_two_processes_answer_as_one_and_each_names_the_one_that_was_killed() ->
 
 
 def test_four_processes_answer_as_one_and_all_name_the_one_that_was_killed() -> None:
-    model = checkpoint("qwen2_5_vl", num_kv_heads=4)
+    """The model has two KV heads: each of them stands on two chips."""
+    model = checkpoint("qwen2_5_vl")
     with pod(model, LEADER, 4) as processes:
         assert first_answer(processes[0]) == expected(model)
         processes[2].kill()
