@@ -140,7 +140,14 @@ class MediaConfig:
     max_pixels: int = 0
     """Overrides the processor's upper pixel limit; 0: the checkpoint's, at most 1605632 on CPU."""
     max_items: int = 32
-    """Items of one request."""
+    """Images and videos of one request."""
+    video_fps: float = 2.0
+    """Frames of a second of video that are looked at, where the request does not say."""
+    max_frames: int = 768
+    """Frames of one video that are looked at."""
+    max_video_pixels: int = 0
+    """Pixels of all frames of a video together, after resizing; 0: the checkpoint's, at most four
+    times the largest picture's on CPU."""
     workers: int = 0
     """Decoding processes; 0: one for each two cores, at least one."""
     timeout_seconds: float = 30.0
@@ -162,6 +169,9 @@ class MediaConfig:
             min_pixels=(1, 1 << 32),
             max_pixels=(1, 1 << 32),
             max_items=(1, 10_000),
+            video_fps=(0.01, 60.0),
+            max_frames=(1, 10_000),
+            max_video_pixels=(1, 1 << 32),
             workers=(1, 256),
             timeout_seconds=(0.1, 3600.0),
             worker_memory_bytes=(64 << 20, 1 << 44),

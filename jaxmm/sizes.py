@@ -143,12 +143,19 @@ def weight_count(model: ModelConfig, num_chips: int = 1) -> int:
     """
     t, v = model.text, model.vision
     heads = t.num_heads * t.head_channels
-    layer = t.width * (2 * heads + 2 * t.num_kv_heads * t.head_channels + 3 * t.mlp_width)
+    attention = t.width * (2 * heads + 2 * t.num_kv_heads * t.head_channels)
+    mlps = sum(
+        3 * t.width * t.expert_width * t.num_experts
+        if t.has_experts(layer)
+        else 3 * t.width * t.mlp_width
+        for layer in range(t.num_layers)
+    )
     block = 4 * v.width**2 + 3 * v.width * v.mlp_width
     merged = v.width * v.merged_patches
     vocab = t.vocab_size * t.width * (1 if t.tied else 2)
-    vision = v.depth * block + merged * (merged + v.out_width)
-    return (t.num_layers * layer + vocab) // num_chips + vision
+    mergers = (1 + t.deepstack_levels) * merged * (merged + v.out_width)
+    text = t.num_layers * attention + mlps + vocab
+    return text // num_chips + v.depth * block + mergers
 
 
 def _lane_patches(config: EngineConfig, model: ModelConfig, max_patches: int) -> int:
@@ -233,7 +240,7 @@ def _pages_that_fit(
     itemsize: int,
     num_chips: int,
 ) -> int:
-    taken = (weight_count(model, num_chips) + num_rows * model.text.width) * itemsize
+    taken = (weight_count(model, num_chips) + num_rows * model.text.row_width) * itemsize
     budget = int(memory_bytes * config.memory_fraction) - taken
     if on_cpu:
         budget = min(budget, _CPU_KV_BYTES)

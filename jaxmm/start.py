@@ -19,6 +19,7 @@ from jaxmm.device.backend import Backend, check_sizes, settle_backend, spread_kv
 from jaxmm.device.executables import source_digest
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.runner import Runner
+from jaxmm.device.scratch import keep_scratch_memory
 from jaxmm.errors import ConfigError, ModelError, RequestError, SamplingError
 from jaxmm.host.arena import Arena
 from jaxmm.host.chat import ChatTokenizer
@@ -57,6 +58,8 @@ from jaxmm.sizes import (
 
 logger = logging.getLogger(__name__)
 
+_CPU_VIDEO_PICTURES = 4
+"""Pixels of a video on a CPU where none are set, in largest pictures."""
 _COPIES = Path("~/.cache/jaxmm/models")
 """Small files of models at gs:// addresses."""
 
@@ -100,6 +103,11 @@ class Parts:
     runner: Runner | PodRunner
     ledger: CompileLedger
     padding: Padding
+
+    @property
+    def placeholder_ids(self) -> tuple[int, int]:
+        """Tokens that mark the places of images and of videos."""
+        return self.model.image_token_id, self.model.video_token_id
 
     def packed_patches(self, item: Item) -> int:
         """Patches that an item takes in an encode lane."""
@@ -171,6 +179,8 @@ def settle_basis(config: EngineConfig) -> Basis:
         ConfigError, ModelError: The message names the setting or key.
     """
     join(config)
+    if jax.default_backend() == "cpu" and not keep_scratch_memory():
+        logger.info("the C library keeps no scratch memory: steps clear theirs anew")
     directory = model_directory(config)
     model = read_config(directory)
     check_vocabulary(model.text.vocab_size)
@@ -230,6 +240,7 @@ def build_parts(config: EngineConfig) -> Parts:
         basis.processor,
         basis.sizes,
     )
+    video = _video(config, model, directory, processor)
     ledger = CompileLedger(config.on_recompile)
     followers = None
     if jax.process_count() > 1:
@@ -245,6 +256,7 @@ def build_parts(config: EngineConfig) -> Parts:
         processor,
         Limits(config.media.max_bytes, config.media.max_decode_pixels),
         config.media.workers,
+        video=video,
         timeout_seconds=config.media.timeout_seconds,
         memory_bytes=config.media.worker_memory_bytes,
         quarantine_seconds=config.media.quarantine_seconds,
@@ -278,7 +290,10 @@ def build_parts(config: EngineConfig) -> Parts:
             decodes,
             config.media,
             model.image_token_id,
-            RowForm(model.text.width, model.vision.merge_size),
+            RowForm(model.text.row_width, model.vision.merge_size),
+            video=video,
+            video_id=model.video_token_id,
+            encode_plain=tokenizer.encode_plain,
         ),
         pool=pool,
         prefix_cache=prefix_cache,
@@ -359,6 +374,23 @@ def _load_processor(config: EngineConfig, model: ModelConfig, directory: Path) -
     vision = model.vision
     return AutoImageProcessor.from_checkpoint(
         directory, patch_size=vision.patch_size, merge_size=vision.merge_size, **limits
+    )
+
+
+def _video(config: EngineConfig, model: ModelConfig, directory: Path, processor: Any) -> Any:
+    """The family's video processor; None for a family that takes no videos."""
+    if not has_module(model.family, "video"):
+        return None
+    video = family_module(model.family, "video").VideoProcessor.from_checkpoint(
+        directory,
+        processor,
+        max_frames=config.media.max_frames,
+        max_pixels=config.media.max_video_pixels,
+    )
+    if config.media.max_video_pixels or jax.default_backend() != "cpu":
+        return video
+    return dataclasses.replace(
+        video, max_pixels=min(video.max_pixels, _CPU_VIDEO_PICTURES * processor.max_pixels)
     )
 
 

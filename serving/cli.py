@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
     generate.add_argument("question")
     generate.add_argument("--image", type=Path, action="append", default=[], metavar="FILE")
+    generate.add_argument("--video", type=Path, action="append", default=[], metavar="FILE")
     generate.add_argument("--stream", action="store_true", help="write the answer as it comes")
     _add_sampling(generate)
     add_flags(generate, ServerConfig, ENGINE_PREFIX)
@@ -100,11 +101,13 @@ def _generate(parsed: argparse.Namespace, config: ServerConfig, load: LoadEngine
 
 def _request(parsed: argparse.Namespace) -> Request:
     parts: list[dict[str, str]] = [{"type": "image"}] * len(parsed.image)
+    parts += [{"type": "video"}] * len(parsed.video)
     parts.append({"type": "text", "text": parsed.question})
     return Request(
         id="generate",
         messages=[{"role": "user", "content": parts}],
         images=tuple(parsed.image),
+        videos=tuple(parsed.video),
         sampling=SamplingParams(
             max_tokens=parsed.max_tokens,
             temperature=parsed.temperature,

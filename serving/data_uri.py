@@ -13,8 +13,8 @@ _WHITE_SPACE = b" \t\n\f\r"
 _CUT_ESCAPE = re.compile(r"%[0-9A-Fa-f]?\Z")
 
 
-def decode_data_uri(uri: str, max_bytes: int) -> bytes:
-    """Decode `data:[type][;name=value…];base64,…`; the declared type is not believed.
+def decode_data_uri(uri: str | memoryview, max_bytes: int) -> bytes:
+    """Decode `data:[type][;name=value…];base64,…`, text or its bytes; its type is not believed.
 
     Scheme and `base64` may be in any case, the data percent-encoded, broken by white space, or
     without its `=` padding; a fragment is left out.
@@ -23,7 +23,7 @@ def decode_data_uri(uri: str, max_bytes: int) -> bytes:
         MediaTooLarge: More than `max_bytes` bytes.
         MediaError: Not a base64 data URI.
     """
-    head, comma, data = uri.partition(",")
+    head, comma, data = _text(uri).partition(",")
     if not comma or head.rpartition(";")[2].strip().lower() != "base64" or ";" not in head:
         raise MediaError("a data URI must have the form data:image/png;base64,…")
     data = data.partition("#")[0]
@@ -37,6 +37,15 @@ def decode_data_uri(uri: str, max_bytes: int) -> bytes:
     except (binascii.Error, UnicodeEncodeError):
         raise MediaError("the data URI is not valid base64") from None
     return bytes(decoded)
+
+
+def _text(uri: str | memoryview) -> str:
+    if isinstance(uri, str):
+        return uri
+    try:
+        return str(uri, "ascii")
+    except UnicodeDecodeError:
+        raise MediaError("the data URI is not valid base64") from None
 
 
 def _quads(data: str) -> Iterator[bytes]:

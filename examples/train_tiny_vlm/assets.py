@@ -16,7 +16,8 @@ import torch
 from evaluate import table
 from export import patches
 from PIL import Image
-from questions import Layout
+from samples import Sample, as_turns, clip_case, content_cases, pair_case, png, test_sample
+from scenes import Layout
 from tokenizer import dump
 
 PICTURES, PAIRS, CLIPS, SEED = 100, 12, 6, 20
@@ -48,9 +49,7 @@ def ask(reference, tokenizer, encoder, pictures, turns, frames: int = 0) -> str:
         tuple((p.shape[1], p.shape[0]) for p in (pictures[:1] if frames else pictures)), frames
     )
     talk = [(t["question"], t["answer"], "extra") for t in turns]
-    prompt = batches.build(
-        questions.Sample(pictures, [], []), layout, [talk], encoder, question_first=False
-    )
+    prompt = batches.build(Sample(pictures, [], []), layout, [talk], encoder, question_first=False)
     start = (
         prompt.labels[[n for n, l in enumerate(prompt.labels) if l[2] == len(talk) - 1][0]][0] + 1
     )
@@ -133,7 +132,7 @@ def write_content(folder: Path, answer) -> None:
     """cases.json and its pictures: right answers, what the model answers, and its share of exact ones."""
     fresh(folder)
     rng = random.Random(SEED)
-    drawn = questions.content_cases(PICTURES, SEED)
+    drawn = content_cases(PICTURES, SEED)
     pixels = [decode(case["png"]) for case in drawn]
     cases = []
 
@@ -156,10 +155,10 @@ def write_content(folder: Path, answer) -> None:
     while len(cases) < PICTURES + PAIRS:
         a, b = rng.sample(range(PICTURES), 2)
         if questions.two_talks(random.Random(0), [drawn[a]["scene"], drawn[b]["scene"]]):
-            case = questions.pair_case(rng, drawn[a]["scene"], drawn[b]["scene"])
+            case = pair_case(rng, drawn[a]["scene"], drawn[b]["scene"])
             add([pixels[a], pixels[b]], [f"{a:03d}.png", f"{b:03d}.png"], case)
     for n in range(CLIPS):
-        case = questions.clip_case(SEED * 1000 + n)
+        case = clip_case(SEED * 1000 + n)
         names = [f"clip{n}_{k}.png" for k in range(len(case["frames"]))]
         for name, data in zip(names, case["frames"], strict=True):
             (folder / name).write_bytes(data)
@@ -184,9 +183,9 @@ def write_samples(folder: Path, answer) -> None:
     samples = []
     for skill in SAMPLE_SKILLS:
         for seed in range(500, 600):
-            sample, layout, talk = questions.test_sample(seed, skill)
+            sample, layout, talk = test_sample(seed, skill)
             w, h = layout.sizes[0]
-            data, turns = questions.png(sample.pictures[0]), questions.turns(talk)
+            data, turns = png(sample.pictures[0]), as_turns(talk)
             if (
                 112 * 84 <= w * h <= 224 * 168
                 and len(data) < 24_000

@@ -9,12 +9,15 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
+import draw
 import numpy as np
-import questions
+import scenes
 from draw import BACKGROUNDS, COLOURS, SHAPES
-from questions import EXTRA, SKILLS, Layout, Sample
+from questions import EXTRA, SKILLS
+from samples import Sample, make_sample
+from scenes import Layout
 
-CHARS = questions.LETTERS + questions.DIGITS
+CHARS = scenes.LETTERS + scenes.DIGITS
 COLOUR_NAMES = tuple(COLOURS)
 SKILL_INDEX = {name: i for i, name in enumerate((*SKILLS, EXTRA))}
 SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
@@ -37,7 +40,9 @@ AUX = (
     ("objects", 8, 1.0),  # 1 + objects in the picture, on every row
     ("background", 8, 0.5),  # on every row
 )
-PLACED = 2  # and two numbers, where in the picture the object is: 1 + thousandths of width and height
+PLACED = (
+    2  # and two numbers, where in the picture the object is: 1 + thousandths of width and height
+)
 COLUMN = {name: i for i, (name, _, _) in enumerate(AUX)}
 
 
@@ -216,14 +221,14 @@ def scene_targets(scene, width: int, height: int) -> np.ndarray:
         shape, colour = 1 + SHAPES.index(thing.shape), 1 + COLOUR_NAMES.index(thing.colour)
         inside = (ys[:, None] - thing.y) ** 2 + (xs[None] - thing.x) ** 2 < (thing.size * 0.5) ** 2
         inside[cell(thing.x, thing.y)] = True
-        name = questions.place_name(scene, thing)
+        name = scenes.place_name(scene, thing)
         table[inside, COLUMN["cover_shape"] :] = (
             shape,
             colour,
-            1 + tuple(questions.PLACES.values()).index(name) if name else 0,
+            1 + tuple(scenes.PLACES.values()).index(name) if name else 0,
             min(6, shapes[thing.shape]),
             min(6, colours[thing.colour]),
-            1 + tuple(questions.STEPS).index(thing.direction) if thing.direction else 0,
+            1 + tuple(scenes.STEPS).index(thing.direction) if thing.direction else 0,
             *table[0, 0, COLUMN["objects"] : len(AUX)],
             1 + int(1000 * thing.x / scene.width),
             1 + int(1000 * thing.y / scene.height),
@@ -279,27 +284,27 @@ def cost(layout: Layout, text: int = 100) -> float:
 
 
 def page_batch(
-    rng: random.Random, count: int, largest: int, scenes: float = 0.3, clips: float = 0.15
+    rng: random.Random, count: int, largest: int, asked: float = 0.3, clips: float = 0.15
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pictures for the encoder alone: full pages, and some scenes as they are asked about, and pairs of frames.
 
     Returns:
         uint8 [B, frames, H, W, 3] and targets [B, rows, len(AUX) + PLACED]; about `count` times 112x112 pixels.
     """
-    width, height = questions.pick_size(rng, largest)
+    width, height = scenes.pick_size(rng, largest)
     kind = rng.random()
     pages, targets = [], []
     for _ in range(max(4, int(count * 12544 / (width * height)))):
-        size = questions.drawn_size(rng, (width, height))
+        size = scenes.drawn_size(rng, (width, height))
         if kind < clips:
-            frames = questions.moving_page(rng, *size)
-        elif kind < clips + scenes:
-            frames = [questions.make_scene(rng, size, 0.5)]
+            frames = scenes.moving_page(rng, *size)
+        elif kind < clips + asked:
+            frames = [scenes.make_scene(rng, size, 0.5)]
         else:
-            frames = [questions.page_scene(rng, *size)]
+            frames = [scenes.page_scene(rng, *size)]
         seed = rng.getrandbits(32)
-        images = [questions.draw.render(f, random.Random(seed)) for f in frames]
-        pages.append(np.stack([questions.draw.to_size(i, width, height) for i in images]))
+        images = [draw.render(f, random.Random(seed)) for f in frames]
+        pages.append(np.stack([draw.to_size(i, width, height) for i in images]))
         targets.append(scene_targets(frames[0], width, height))
     targets = np.stack(targets)
     return np.stack(pages), targets.reshape(len(pages), -1, targets.shape[-1])
@@ -308,12 +313,12 @@ def page_batch(
 def train_batch(rng: random.Random, encoder: Encoder, recipe: dict) -> Batch:
     """One fresh batch of about `recipe['tokens']` tokens of work."""
     kind = rng.choices(("one", "two", "clip"), recipe["kinds"])[0]
-    layout = questions.pick_layout(rng, kind, recipe["largest"])
+    layout = scenes.pick_layout(rng, kind, recipe["largest"])
     question_first = rng.random() < recipe["question_first"]
     size = max(2, int(recipe["tokens"] / cost(layout, 50 if question_first else 110)))
     samples, prompts = [], []
     for _ in range(size):
-        sample = questions.make_sample(rng, layout, recipe["text_share"])
+        sample = make_sample(rng, layout, recipe["text_share"])
         most = 1 if question_first else recipe["talks"]
         talks = pick_talks(rng, sample, recipe["weights"], most, recipe["words"])
         samples.append(sample)

@@ -7,7 +7,8 @@ from pathlib import Path
 import batches
 import export
 import model as model_file
-import questions
+import samples
+import scenes
 import tokenizer as tokenizer_file
 import torch
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
@@ -23,10 +24,10 @@ def compare(folder: Path, net, seed: int = 0) -> float:
     encoder = batches.Encoder(tokenizer_file.load(folder))
     rng, worst = random.Random(seed), 0.0
     for kind, largest in (("one", 10**9), ("one", 10**9), ("two", 10**9), ("clip", 10**9)):
-        layout = questions.pick_layout(rng, kind, largest)
+        layout = scenes.pick_layout(rng, kind, largest)
         if kind == "one":
-            layout = questions.Layout((rng.choice(((336, 224), (140, 168), (224, 56))),))
-        sample = questions.make_sample(rng, layout)
+            layout = scenes.Layout((rng.choice(((336, 224), (140, 168), (224, 56))),))
+        sample = samples.make_sample(rng, layout)
         talk = max(sample.talks, key=len)
         prompt = batches.build(sample, layout, [talk], encoder, question_first=False)
         batch = batches.collate(layout, [sample], [prompt])

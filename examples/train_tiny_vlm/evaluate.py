@@ -12,7 +12,7 @@ from pathlib import Path
 import batches
 import export
 import model as model_file
-import questions
+import samples
 import tokenizer as tokenizer_file
 import torch
 from batches import SKILL_INDEX
@@ -27,7 +27,7 @@ def cases(count: int, seed: int):
     """Test samples of every skill: (skill, index, sample, layout, talk)."""
     for skill in SKILLS:
         for index in range(count):
-            yield skill, index, *questions.test_sample(seed * 1_000_003 + index, skill)
+            yield skill, index, *samples.test_sample(seed * 1_000_003 + index, skill)
 
 
 @torch.no_grad()

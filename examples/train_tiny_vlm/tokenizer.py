@@ -8,7 +8,8 @@ import json
 import random
 from pathlib import Path
 
-import questions
+import samples
+import scenes
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIALS = (
@@ -51,7 +52,7 @@ def sentences(count: int = 6000):
     ] * 400
     rng = random.Random("tokenizer")
     for _ in range(count):
-        sample = questions.make_sample(rng, questions.pick_layout(rng, largest=112 * 112))
+        sample = samples.make_sample(rng, scenes.pick_layout(rng, largest=112 * 112))
         for talk in sample.talks:
             for question, answer, _ in talk:
                 yield question

@@ -50,17 +50,17 @@ RECIPE = {
     "words": 60,
     "aux": 1.5,
     "pages": 20,
-    "average": 0.998,
+    "average": 0.99,
     "weights": {
-        "read": 2.0,
-        "shape_colour": 0.8,
-        "count": 1.0,
-        "where": 1.5,
-        "two_pictures": 1.0,
-        "follow_up": 1.0,
-        "describe": 1.0,
-        "motion": 1.5,
-        "extra": 0.8,
+        "read": 2.5,
+        "shape_colour": 0.5,
+        "count": 2.0,
+        "where": 5.0,
+        "two_pictures": 2.5,
+        "follow_up": 0.9,
+        "describe": 1.3,
+        "motion": 1.0,
+        "extra": 0.5,
     },
 }
 
@@ -301,7 +301,10 @@ def talk_loss(net, aux, encoder, rng, recipe, tally, shared):
 
 
 def page_loss(net, aux, rng, recipe, tally, shared):
-    pixels, targets = map(torch.from_numpy, batches.page_batch(rng, recipe["pages"], min(recipe["largest"], 224 * 224)))
+    pixels, targets = map(
+        torch.from_numpy,
+        batches.page_batch(rng, recipe["pages"], min(recipe["largest"], 224 * 224)),
+    )
     loss, right = aux(net.visual(pixels), targets)
     for name, value in right.items():
         if name.startswith("char") or recipe["phase"] == "pages":
@@ -364,7 +367,10 @@ def main() -> None:
     shared = torch.zeros(3, dtype=torch.long)
     if (Path(args.state) / "state.pt").exists():
         saved = torch.load(Path(args.state) / "state.pt", weights_only=False)
-        net.load_state_dict(saved["net"])
+        if saved["step"] >= recipe["steps"]:
+            return  # this stage is done
+        same = saved["recipe"]["phase"] == recipe["phase"]
+        net.load_state_dict(saved["net" if same else "average"])
         aux.load_state_dict(saved["aux"])
         shared[0] = saved["step"]
         del saved

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxmm.device import steps
 from jaxmm.device.backend import Backend
 from jaxmm.device.executables import Executables
+from jaxmm.device.lane import Lane
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.lowering import PRIME_IDS, UPLOAD_ROWS, Lowering, patch_spec
 from jaxmm.device.sampling import Sampled
@@ -113,9 +114,16 @@ class Runner:
     def encode(self, lane: EncodeBatch) -> None:
         """Encode a lane into the arena."""
         run = self._executables["encode", lane.patches.shape[0]]
-        patches = self._put(lane.patches, patch_spec(lane.patches.shape[0], self._backend))
-        rest = self._put((lane.coords, lane.segment, lane.window, lane.slots))
-        self._arena = run(self._params["vision"], self._arena, steps.Lane(patches, *rest))
+        rest = (lane.coords, lane.segment, lane.window, lane.sizes, lane.slots)
+        spec = patch_spec(lane.patches.shape[0], self._backend)
+        patches, any_later = (
+            self._put(lane.patches, spec),
+            self._put(np.bool_(lane.later is not None)),
+        )
+        # without video the second frames are never read: no second array crosses
+        later = patches if lane.later is None else self._put(lane.later, spec)
+        placed = Lane(patches, later, any_later, *self._put(rest))
+        self._arena = run(self._params["vision"], self._arena, placed)
 
     def patch_rows(self, shape: tuple[int, ...]) -> dict[int, list[slice]]:
         """Rows of a lane's patches that the chips of each process take, by process id."""

@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 from jaxmm.errors import ModelError
 from jaxmm.models import family_module, read_config
-from jaxmm.models.config import ModelConfig, read_json
+from jaxmm.models.config import ModelConfig
+from jaxmm.models.json_files import read_json
 from jaxmm.models.loading import insert, open_params
 from jaxmm.models.stored import Block, Parameter, ParameterPath, Stored
 

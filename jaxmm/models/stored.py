@@ -26,14 +26,19 @@ class Tensor:
     shape: tuple[int, ...]
     copies: int = 1
     """Each of its parts stands so many times, in so many groups that follow each other."""
+    swapped: bool = False
+    """Some files hold it with its last two axes swapped; told by the shape, and as published where
+    both axes are equal."""
+
+    def shows(self, stored: tuple[int, ...]) -> bool:
+        """Whether a tensor of that shape can be this one."""
+        swapped = (*self.shape[:-2], *self.shape[:-3:-1])
+        return stored == self.shape or (self.swapped and stored == swapped)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter made of tensors laid one below the other (along axis 0).
-
-    What has more than two axes (a convolution over patches) is flattened to two.
-    """
+    """A parameter made of tensors laid one below the other (along axis 0)."""
 
     path: ParameterPath
     tensors: tuple[Tensor, ...]
@@ -41,11 +46,13 @@ class Parameter:
     """Each tensor is cut into so many equal parts; all first parts come first, then all second."""
     new_axis: bool = False
     """The tensors, all of one shape, lie along an axis of their own."""
+    flat: bool = True
+    """What has more than two axes (a convolution over patches) is flattened to two."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         rest = self.tensors[0].shape[1:]
-        width = (int(np.prod(rest)),) if rest else ()
+        width = (int(np.prod(rest)),) if rest and self.flat else rest
         if self.new_axis:
             return (len(self.tensors), self.tensors[0].shape[0], *width)
         return (sum(t.shape[0] * t.copies for t in self.tensors), *width)
@@ -140,8 +147,12 @@ class Stored:
         name, path = self.sources[tensor.name]
         view = self.files[path].get_slice(name)
         part: npt.NDArray[Any]
-        if len(tensor.shape) <= 2:
-            part = view[(slice(start, stop), *(slice(*c) for c in columns))]
-            return part
+        if len(tensor.shape) <= 2 or not self.parameter.flat:
+            block = [slice(start, stop), *(slice(*c) for c in columns)]
+            if tuple(view.get_shape()) == tensor.shape:
+                part = view[tuple(block)]
+                return part
+            part = view[(*block[:-2], block[-1], block[-2])]
+            return np.ascontiguousarray(part.swapaxes(-1, -2))
         part = view[start:stop].reshape(stop - start, -1)  # a convolution: flattened here
         return part[:, slice(*columns[0])]

@@ -164,19 +164,22 @@ def _lane(runner: Runner, payload: bytes) -> EncodeBatch:
     """A lane whose patches are there as far as chips of this host need them."""
     size = int(np.frombuffer(payload, np.int64, 1)[0])
     head, *parts = unpack_arrays(payload[8 : 8 + size])
-    coords, segment, window, slots = unpack_arrays(payload[8 + size :])
+    coords, segment, window, sizes, slots = unpack_arrays(payload[8 + size :])
     assert head is not None and coords is not None and segment is not None and slots is not None
-    num_rows, num_values, num_patches = head.tolist()
-    patches = np.empty((num_rows, num_values), np.uint8)
-    for rows, values in zip(
-        runner.patch_rows(patches.shape)[jax.process_index()], parts, strict=True
-    ):
-        patches[rows] = values
+    num_rows, num_values, num_patches, num_frames = head.tolist()
+    mine = runner.patch_rows((num_rows, num_values))[jax.process_index()]
+    frames = [np.empty((num_rows, num_values), np.uint8) for _ in range(num_frames)]
+    places = [frame[rows] for frame in frames for rows in mine]
+    for place, values in zip(places, parts, strict=True):
+        place[:] = values
+    patches, later = frames if num_frames == 2 else (frames[0], None)
     return EncodeBatch(
         patches=patches,
+        later=later,
         coords=coords,
         segment=segment,
         window=window,
+        sizes=sizes,
         slots=slots,
         num_patches=num_patches,
     )

@@ -59,11 +59,12 @@ class PodRunner:
 
     def encode(self, lane: EncodeBatch) -> None:
         """Encode a lane into the arena; each host gets the patches of its own chips."""
-        small = pack_arrays((lane.coords, lane.segment, lane.window, lane.slots))
-        shape = np.array([*lane.patches.shape, lane.num_patches], np.int64)
+        small = pack_arrays((lane.coords, lane.segment, lane.window, lane.sizes, lane.slots))
+        frames = [lane.patches] if lane.later is None else [lane.patches, lane.later]
+        head = np.array([*lane.patches.shape, lane.num_patches, len(frames)], np.int64)
         for process_id, rows in self._runner.patch_rows(lane.patches.shape).items():
             if process_id != jax.process_index():
-                parts = pack_arrays((shape, *(lane.patches[r] for r in rows)))
+                parts = pack_arrays((head, *(frame[r] for frame in frames for r in rows)))
                 size = np.int64(sum(map(len, parts))).tobytes()
                 self._followers.tell_one(process_id, Kind.ENCODE, [size, *parts, *small])
         self._guarded(lambda: self._runner.encode(lane))

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32, UInt8
+from jaxtyping import Array, Float
 
+from jaxmm.device.lane import Lane
 from jaxmm.device.linear import linear
 from jaxmm.device.norms import rms_norm
 from jaxmm.device.rope import Rope
@@ -22,13 +23,10 @@ from jaxmm.models.qwen2_vl.vision import (
     embed_patches,
     merge,
     rope_angles,
+    segment_attend,
     zeros,
 )
-from kernels_pallas.segment_attention.api import (
-    Implementation,
-    segment_attention,
-    window_attention,
-)
+from kernels_pallas.segment_attention.api import Implementation, window_attention
 
 
 class VisionEncoder(nnx.Module):
@@ -47,31 +45,13 @@ class VisionEncoder(nnx.Module):
         self.layers = nnx.List([_Layer(config, dtype) for _ in range(config.depth)])
         self.merger = _Merger(config, dtype)
 
-    def __call__(
-        self,
-        patches_NU: UInt8[Array, "N U"],
-        coords_N2: Int32[Array, "N 2"],
-        segment_N: Int32[Array, " N"],
-        window_N: Int32[Array, " N"],
-    ) -> Float[Array, "M D"]:
-        """Encode one lane.
-
-        Args:
-            patches_NU: Pixels of one frame by channel, y, x; four consecutive patches to a row.
-            coords_N2: Row and column of each patch in its image.
-            segment_N: Which image, never falling; -1 for padding.
-            window_N: Which window; none crosses a multiple of `window_patches`; -1 for padding.
-
-        Returns:
-            N // 4 rows in lane order, finite for padding.
-        """
-        x_NE = embed_patches(patches_NU, self.patch_EU[...], self.config)
-        rope = Rope.of(rope_angles(coords_N2, self.config.head_channels))
-
-        def attend_image(q_NHC: Array, k_NHC: Array, v_NHC: Array) -> Array:
-            return segment_attention(
-                q_NHC, k_NHC, v_NHC, segment_N, implementation=self.implementation
-            )
+    def __call__(self, lane: Lane) -> Float[Array, "M D"]:
+        """Encode one lane to N // 4 rows in lane order, finite for padding."""
+        x_NE = embed_patches(lane, self.patch_EU[...], self.config)
+        rope = Rope.of(rope_angles(lane.coords_N2, self.config.head_channels))
+        attend_image = segment_attend(lane, self.implementation)
+        window_N = lane.window_N
+        assert window_N is not None, "this family has windows"
 
         def attend_window(q_NHC: Array, k_NHC: Array, v_NHC: Array) -> Array:
             return window_attention(

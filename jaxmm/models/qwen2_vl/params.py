@@ -27,29 +27,24 @@ def parameters(config: ModelConfig) -> list[Parameter]:
 
 def text_parameters(config: TextConfig) -> list[Parameter]:
     """A Qwen2 decoder."""
-    table = [
-        Parameter(
-            ("text", "embed_VD"),
-            (Tensor("model.embed_tokens.weight", (config.vocab_size, config.width)),),
-        ),
+    layers = range(config.num_layers)
+    return [*text_ends(config), *(p for layer in layers for p in _text_layer(config, layer))]
+
+
+def text_ends(config: TextConfig) -> list[Parameter]:
+    """What stands before and after a decoder's layers: embedding, last norm, head."""
+    table = (config.vocab_size, config.width)
+    ends = [
+        Parameter(("text", "embed_VD"), (Tensor("model.embed_tokens.weight", table),)),
         Parameter(("text", "norm_D"), (Tensor("model.norm.weight", (config.width,)),)),
     ]
-    for layer in range(config.num_layers):
-        table += _text_layer(config, layer)
-    if not config.tied:
-        head = Tensor("lm_head.weight", (config.vocab_size, config.width))
-        table.append(Parameter(("text", "head_VD"), (head,)))
-    return table
+    head = Parameter(("text", "head_VD"), (Tensor("lm_head.weight", table),))
+    return ends if config.tied else [*ends, head]
 
 
 def _text_layer(config: TextConfig, layer: int) -> list[Parameter]:
     width, mlp_width = config.width, config.mlp_width
-    heads = {
-        "q_proj": config.num_heads * config.head_channels,
-        "k_proj": config.stored_kv_heads * config.head_channels,
-        "v_proj": config.stored_kv_heads * config.head_channels,
-    }
-    copies = {"k_proj": config.kv_copies, "v_proj": config.kv_copies}
+    heads, copies = head_rows(config), head_copies(config)
     gate_up = {"gate_proj": mlp_width, "up_proj": mlp_width}
     at: ParameterPath = ("text", "layers", layer)
     prefix = f"model.layers.{layer}."
@@ -78,6 +73,21 @@ def _text_layer(config: TextConfig, layer: int) -> list[Parameter]:
         ),
         Parameter((*at, "down_DF"), (Tensor(f"{prefix}mlp.down_proj.weight", (width, mlp_width)),)),
     ]
+
+
+def head_rows(config: TextConfig) -> dict[str, int]:
+    """Rows of the three projections of attention, as they stand in the files."""
+    kv_rows = config.stored_kv_heads * config.head_channels
+    return {
+        "q_proj": config.num_heads * config.head_channels,
+        "k_proj": kv_rows,
+        "v_proj": kv_rows,
+    }
+
+
+def head_copies(config: TextConfig) -> dict[str, int]:
+    """How often keys and values stand."""
+    return {"k_proj": config.kv_copies, "v_proj": config.kv_copies}
 
 
 def stacked(

@@ -10,9 +10,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
+from jaxmm.device.lane import Lane
 from jaxmm.device.linear import linear
 from jaxmm.device.norms import layer_norm
 from jaxmm.device.rope import Rope, rotate
@@ -39,34 +41,14 @@ class VisionEncoder(nnx.Module):
         self.config = config
         self.implementation = implementation
         self.patch_EU = zeros(dtype, config.width, config.temporal_patch_size * config.patch_values)
-        self.layers = nnx.List([_Layer(config, dtype) for _ in range(config.depth)])
-        self.merger = _Merger(config, dtype)
+        self.layers = nnx.List([Layer(config, dtype, quick_gelu) for _ in range(config.depth)])
+        self.merger = Merger(config, config.width, dtype)
 
-    def __call__(
-        self,
-        patches_NU: UInt8[Array, "N U"],
-        coords_N2: Int32[Array, "N 2"],
-        segment_N: Int32[Array, " N"],
-        window_N: Int32[Array, " N"] | None = None,
-    ) -> Float[Array, "M D"]:
-        """Encode one lane.
-
-        Args:
-            patches_NU: Pixels of one frame by channel, y, x; four consecutive patches to a row.
-            coords_N2: Row and column of each patch in its image.
-            segment_N: Which image, never falling; -1 for padding.
-            window_N: Not used: this family has no windows.
-
-        Returns:
-            N // 4 rows in lane order, finite for padding.
-        """
-        x_NE = embed_patches(patches_NU, self.patch_EU[...], self.config)
-        rope = Rope.of(rope_angles(coords_N2, self.config.head_channels))
-
-        def attend(q_NHC: Array, k_NHC: Array, v_NHC: Array) -> Array:
-            return segment_attention(
-                q_NHC, k_NHC, v_NHC, segment_N, implementation=self.implementation
-            )
+    def __call__(self, lane: Lane) -> Float[Array, "M D"]:
+        """Encode one lane to N // 4 rows in lane order, finite for padding."""
+        x_NE = embed_patches(lane, self.patch_EU[...], self.config)
+        rope = Rope.of(rope_angles(lane.coords_N2, self.config.head_channels))
+        attend = segment_attend(lane, self.implementation)
 
         for layer in self.layers:
             with jax.named_scope("vision_layer"):
@@ -74,10 +56,13 @@ class VisionEncoder(nnx.Module):
         return self.merger(x_NE)
 
 
-class _Layer(nnx.Module):
+class Layer(nnx.Module):
     """Pre-norm transformer layer."""
 
-    def __init__(self, config: VisionConfig, dtype: DTypeLike):
+    def __init__(
+        self, config: VisionConfig, dtype: DTypeLike, activation: Callable[[Array], Array]
+    ):
+        self.activation = activation
         width, mlp_width = config.width, config.mlp_width
         self.num_heads = config.num_heads
         self.attn_norm_E = zeros(dtype, width)
@@ -101,16 +86,16 @@ class _Layer(nnx.Module):
         attended_NO = attention(qkv_NO, self.num_heads, rope, attend)
         x_NE = x_NE + linear(attended_NO, self.out_EO[...], self.out_E[...])
         normed_NE = layer_norm(x_NE, self.mlp_norm_E[...], self.mlp_norm_bias_E[...], NORM_EPS)
-        up_NF = quick_gelu(linear(normed_NE, self.up_FE[...], self.up_F[...]))
+        up_NF = self.activation(linear(normed_NE, self.up_FE[...], self.up_F[...]))
         return x_NE + linear(up_NF, self.down_EF[...], self.down_E[...])
 
 
-class _Merger(nnx.Module):
-    """Four neighbouring patches to one row."""
+class Merger(nnx.Module):
+    """Four neighbouring patches to one row, normalised each, or together by a wider norm."""
 
-    def __init__(self, config: VisionConfig, dtype: DTypeLike):
-        self.norm_E = zeros(dtype, config.width)
-        self.norm_bias_E = zeros(dtype, config.width)
+    def __init__(self, config: VisionConfig, norm_width: int, dtype: DTypeLike):
+        self.norm_E = zeros(dtype, norm_width)
+        self.norm_bias_E = zeros(dtype, norm_width)
         merged = config.width * config.merged_patches
         self.hidden_XX = zeros(dtype, merged, merged)
         self.hidden_X = zeros(dtype, merged)
@@ -118,6 +103,7 @@ class _Merger(nnx.Module):
         self.out_D = zeros(dtype, config.out_width)
 
     def __call__(self, x_NE: Float[Array, "N E"]) -> Float[Array, "M D"]:
+        x_NE = x_NE.reshape(-1, self.norm_E.shape[0])
         normed_NE = layer_norm(x_NE, self.norm_E[...], self.norm_bias_E[...], NORM_EPS)
         return merge(
             normed_NE, self.hidden_XX[...], self.hidden_X[...], self.out_DX[...], self.out_D[...]
@@ -129,22 +115,52 @@ def zeros(dtype: DTypeLike, *shape: int) -> nnx.Param[Array]:
     return nnx.Param(jnp.zeros(shape, dtype))
 
 
+def segment_attend(lane: Lane, implementation: Implementation) -> Attend:
+    """Attention of each patch over its own frame."""
+
+    def attend(q_NHC: Array, k_NHC: Array, v_NHC: Array) -> Array:
+        return segment_attention(q_NHC, k_NHC, v_NHC, lane.segment_N, implementation=implementation)
+
+    return attend
+
+
 def embed_patches(
-    patches_NU: UInt8[Array, "N U"], patch_EU: Float[Array, "E 2*U"], config: VisionConfig
+    lane: Lane,
+    patch_EU: Float[Array, "E 2*U"],
+    config: VisionConfig,
+    bias_E: Float[Array, " E"] | None = None,
 ) -> Float[Array, "N E"]:
     """Normalise pixels and project them.
 
-    The projection takes two frames and an image is the same frame twice, so its two halves are
-    added up instead: half the work, and half the pixels to send.
+    The projection takes the two frames of a time step. A still picture is the same frame twice,
+    so for a lane without video its two halves are added up: half the work, and half the pixels
+    to send.
     """
-    dtype = patch_EU.dtype
     shape = (config.width, config.in_channels, config.temporal_patch_size, config.patch_size**2)
-    frame_EU = patch_EU.reshape(shape).sum(axis=2, dtype=jnp.float32)
-    frame_EU = frame_EU.reshape(config.width, config.patch_values).astype(dtype)
+    half_TEU = jnp.moveaxis(patch_EU.reshape(shape), 2, 0)
+    half_TEU = half_TEU.reshape(config.temporal_patch_size, config.width, config.patch_values)
+
+    def still() -> Array:
+        frame_EU = half_TEU.sum(axis=0, dtype=jnp.float32).astype(patch_EU.dtype)
+        return linear(normalise(lane.patches_NU, patch_EU.dtype, config), frame_EU, bias_E)
+
+    def moving() -> Array:
+        first_NU, second_NU = (
+            normalise(x_NU, patch_EU.dtype, config) for x_NU in (lane.patches_NU, lane.later_NU)
+        )
+        return linear(first_NU, half_TEU[0], bias_E) + linear(second_NU, half_TEU[1])
+
+    return lax.cond(lane.any_later, moving, still)
+
+
+def normalise(
+    patches_NU: UInt8[Array, "N U"], dtype: DTypeLike, config: VisionConfig
+) -> Float[Array, "N U"]:
+    """Pixels of zero mean and unit variance, by channel."""
     mean_U = jnp.repeat(jnp.array(config.image_mean, jnp.float32), config.patch_size**2)
     std_U = jnp.repeat(jnp.array(config.image_std, jnp.float32), config.patch_size**2)
     pixels_NU = (patches_NU.astype(jnp.float32) / 255.0 - mean_U) / std_U
-    return linear(pixels_NU.astype(dtype), frame_EU)
+    return pixels_NU.astype(dtype)
 
 
 def rope_angles(coords_N2: Int32[Array, "N 2"], channels: int) -> Float[Array, "N X"]:
