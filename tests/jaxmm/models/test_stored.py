@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
@@ -49,6 +49,9 @@ class CountedSlice:
     def __init__(self, owner: Counted, view: Any) -> None:
         self.owner, self.view = owner, view
 
+    def get_shape(self) -> list[int]:
+        return self.view.get_shape()
+
     def __getitem__(self, key: Any) -> np.ndarray:
         part = self.view[key]
         self.owner.values += part.size
@@ -88,6 +91,7 @@ def blocks(draw: st.DrawFn, shape: tuple[int, ...]) -> Block:
 
 
 @pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda p: p.path[0])
+@settings(deadline=None)  # of a machine that others use too
 @given(data=st.data())
 def test_a_block_is_that_of_the_whole(parameter: Parameter, data: st.DataObject, file: Any) -> None:
     block = data.draw(blocks(parameter.shape))
