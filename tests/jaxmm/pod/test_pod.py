@@ -79,7 +79,7 @@ def test_a_converted_model_is_restored_by_parts_and_the_end_of_process_0_ends_al
         assert first_answer(leader) == expected(model)
         leader.kill()
         status, out = ends(follower, time.monotonic())
-    assert status == 1
+    assert status != 0  # JAX too ends a process whose coordinator is gone
     assert "the pod ends: process 0 (127.0.0.1) was lost" in out
 
 
