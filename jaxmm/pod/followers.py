@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 DONE = struct.Struct("<Q16s")
 """A step's number from 0 up, and the digest of the tokens of all steps up to it."""
-_BEATS = 8  # within the time after which silence is taken for death, and one a second
 LOADING_SECONDS = 300.0
 """Silence of a process that loads and compiles, which can keep its threads from speaking."""
 _PATIENCE_SECONDS = 30.0
@@ -49,6 +48,7 @@ class Followers:
         """
         self._channels = dict(channels)
         self._silence_seconds = silence_seconds
+        self._beat_seconds = min(1.0, silence_seconds / 8)
         self._step_seconds = step_seconds
         self._on_leave = on_leave
         self._listeners: list[Callable[[PeerLost], None]] = []
@@ -160,10 +160,10 @@ class Followers:
                 selector.register(channel, selectors.EVENT_READ, process_id)
             while not self._closed:
                 try:
-                    for key, _ in selector.select(min(1.0, self._silence_seconds / _BEATS) / 4):
+                    for key, _ in selector.select(self._beat_seconds / 4):
                         self._hear(key.data)
                     if time.monotonic() >= beat:
-                        beat = time.monotonic() + min(1.0, self._silence_seconds / _BEATS)
+                        beat = time.monotonic() + self._beat_seconds
                         self._beat()
                     self._check_time()
                 except PeerLost as error:
