@@ -23,6 +23,7 @@ NOTES = {
     "jaxmm/models": "one folder a family",
     "jaxmm/models/qwen2_vl": "",
     "jaxmm/models/qwen2_5_vl": "",
+    "jaxmm/models/qwen3_vl": "",
     "jaxmm/assets": "the model that is served when none is named",
     "kernels_pallas": "one folder an op: api, portable form, Pallas kernel, references",
     "serving": "HTTP server and command line",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from jaxmm.errors import JaxmmError
 from jaxmm.host.decodes import Gone
 from jaxmm.host.detokenize import Detokenizer
+from jaxmm.host.item import Modality, Prompt
 from jaxmm.host.sequence import Sequence
 from jaxmm.request import Delta, FinishReason, Request, TokenLogprob, Usage
 
@@ -107,7 +108,12 @@ class Answer:
         prompt = self.sequences[0].prompt
         return Usage(
             prompt_tokens=prompt.num_tokens,
-            image_tokens=sum(item.num_rows for item in prompt.items),
+            image_tokens=_num_rows(prompt, Modality.IMAGE),
+            video_tokens=_num_rows(prompt, Modality.VIDEO),
             cached_tokens=self.sequences[0].num_cached,
             completion_tokens=sum(len(s.output_ids) for s in self.sequences),
         )
+
+
+def _num_rows(prompt: Prompt, modality: Modality) -> int:
+    return sum(item.num_rows for item in prompt.items if item.modality is modality)

@@ -1,12 +1,13 @@
 """`generate` in its forms: one prompt or many, whole or streamed, blocking or async. Host only."""
 
 import atexit
+import functools
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from jaxmm.asking import Images, Message, Prompt, make_request, sampling_params
+from jaxmm.asking import Images, Message, Prompt, Videos, make_request, sampling_params
 from jaxmm.config import EngineConfig, load_config
 from jaxmm.engine import Engine
 from jaxmm.errors import RequestError
@@ -19,6 +20,9 @@ def generate(
     prompt: Prompt,
     images: Images = ...,
     *,
+    videos: Videos = ...,
+    fps: float | None = ...,
+    num_frames: int | None = ...,
     engine: Engine | None = ...,
     model: str | None = ...,
     stream: Literal[False] = ...,
@@ -29,6 +33,9 @@ def generate(
     prompt: list[str] | list[list[Message]],
     images: Sequence[Images] | None = ...,
     *,
+    videos: Sequence[Videos] | None = ...,
+    fps: float | None = ...,
+    num_frames: int | None = ...,
     engine: Engine | None = ...,
     model: str | None = ...,
     stream: Literal[False] = ...,
@@ -39,6 +46,9 @@ def generate(
     prompt: Prompt,
     images: Images = ...,
     *,
+    videos: Videos = ...,
+    fps: float | None = ...,
+    num_frames: int | None = ...,
     engine: Engine | None = ...,
     model: str | None = ...,
     stream: Literal[True],
@@ -48,18 +58,26 @@ def generate(
     prompt: Any,
     images: Any = None,
     *,
+    videos: Any = None,
+    fps: float | None = None,
+    num_frames: int | None = None,
     engine: Engine | None = None,
     model: str | None = None,
     stream: bool = False,
     **sampling: Any,
 ) -> Result | list[Result] | Iterator[Delta]:
-    """Answer a prompt, or a list of prompts, about pictures.
+    """Answer a prompt, or a list of prompts, about pictures and videos.
 
     Args:
         prompt: A question; chat turns (a list of `{"role", "content"}`); or a list of either.
         images: What the prompt is about: paths, encoded bytes, PIL images, uint8[H, W, 3] arrays
             or `Embeddings`, one or a list. For a list of prompts: one entry for each. In chat turns
             the k-th `{"type": "image"}` part is the k-th image.
+        videos: The same for videos: paths, encoded bytes (MP4, WebM, GIF), uint8[T, H, W, 3]
+            arrays, or lists of frames, one or a list; a list of frames stands in a list of videos.
+        fps: Frames of each second of video to look at; of a list of frames, how many a second
+            they are. None: the engine's `media.video_fps`.
+        num_frames: Frames of each video to look at, evenly spread, instead of `fps`.
         engine: The engine to use; None: one that this process keeps for `model`.
         model: Checkpoint directory; None: the small model that jaxmm ships.
         stream: Give a `Delta` for each step instead of a result. Single prompts only.
@@ -73,31 +91,53 @@ def generate(
     """
     engine = engine or _shared_engine(model)
     params = sampling_params(sampling)
+    build = functools.partial(make_request, params=params, fps=fps, num_frames=num_frames)
     if not _is_batch(prompt):
-        request = make_request(prompt, images, params)
+        request = build(prompt, images, videos=videos)
         return stream_deltas(engine, request) if stream else gather(engine, [request])[0]
     if stream:
         raise RequestError("stream=True takes one prompt; for several use agenerate, or no stream")
-    given = [None] * len(prompt) if images is None else list(images)
-    if len(given) != len(prompt):
-        raise RequestError(
-            f"{len(prompt)} prompts came with {len(given)} entries of images; give one for each"
-        )
-    return gather(engine, [make_request(p, i, params) for p, i in zip(prompt, given, strict=True)])
+    pictures = _one_for_each(images, len(prompt), "images")
+    clips = _one_for_each(videos, len(prompt), "videos")
+    return gather(
+        engine,
+        [build(p, i, videos=v) for p, i, v in zip(prompt, pictures, clips, strict=True)],
+    )
 
 
 async def agenerate(
     prompt: Prompt,
     images: Images = None,
     *,
+    videos: Videos = None,
+    fps: float | None = None,
+    num_frames: int | None = None,
     engine: Engine | None = None,
     model: str | None = None,
     **sampling: Any,
 ) -> AsyncIterator[Delta]:
     """Answer one prompt, giving a `Delta` for each step; see `generate`."""
     engine = engine or _shared_engine(model)
-    async for delta in engine.astream(make_request(prompt, images, sampling_params(sampling))):
+    request = make_request(
+        prompt,
+        images,
+        sampling_params(sampling),
+        videos=videos,
+        fps=fps,
+        num_frames=num_frames,
+    )
+    async for delta in engine.astream(request):
         yield delta
+
+
+def _one_for_each(given: Sequence[Any] | None, num_prompts: int, noun: str) -> list[Any]:
+    """What belongs to each prompt of a list."""
+    entries = [None] * num_prompts if given is None else list(given)
+    if len(entries) != num_prompts:
+        raise RequestError(
+            f"{num_prompts} prompts came with {len(entries)} entries of {noun}; give one for each"
+        )
+    return entries
 
 
 def _is_batch(prompt: Any) -> bool:

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxmm.errors import RequestError
-from jaxmm.request import ImageSource, Request, SamplingParams
+from jaxmm.request import ImageSource, Request, SamplingParams, VideoSource
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
 """A question, or chat turns `{"role": …, "content": …}`."""
 Images = ImageSource | Sequence[ImageSource] | None
+Videos = VideoSource | Sequence[VideoSource] | None
+"""Files, paths or uint8[T, H, W, 3] arrays, one or a list; a list of frames only in a list."""
 
 _counter = itertools.count()
 
@@ -30,17 +32,35 @@ def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-def make_request(prompt: Prompt, images: Images, params: SamplingParams) -> Request:
-    """Wrap a prompt; a plain question becomes one user turn, pictures first."""
-    sources = picture_sources(images)
-    messages = [user_turn(prompt, len(sources))] if isinstance(prompt, str) else prompt
-    return Request(id=new_request_id(), messages=messages, images=sources, sampling=params)
+def make_request(
+    prompt: Prompt,
+    images: Images,
+    params: SamplingParams,
+    *,
+    videos: Videos = None,
+    fps: float | None = None,
+    num_frames: int | None = None,
+) -> Request:
+    """Wrap a prompt; a plain question becomes one user turn, pictures first, then videos."""
+    sources, clips = picture_sources(images), video_sources(videos)
+    return Request(
+        id=new_request_id(),
+        messages=[user_turn(prompt, len(sources), len(clips))]
+        if isinstance(prompt, str)
+        else prompt,
+        images=sources,
+        videos=clips,
+        fps=fps,
+        num_frames=num_frames,
+        sampling=params,
+    )
 
 
-def user_turn(text: str, num_images: int) -> Message:
-    """A user's turn: its pictures, then its text."""
-    pictures: list[dict[str, str]] = [{"type": "image"}] * num_images
-    return {"role": "user", "content": [*pictures, {"type": "text", "text": text}]}
+def user_turn(text: str, num_images: int, num_videos: int = 0) -> Message:
+    """A user's turn: its pictures and videos, then its text."""
+    parts: list[dict[str, str]] = [{"type": "image"}] * num_images
+    parts += [{"type": "video"}] * num_videos
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 def picture_sources(images: Images) -> tuple[ImageSource, ...]:
@@ -49,3 +69,11 @@ def picture_sources(images: Images) -> tuple[ImageSource, ...]:
         return ()
     several = images if isinstance(images, (list, tuple)) else (images,)
     return tuple(Path(image) if isinstance(image, str) else image for image in several)
+
+
+def video_sources(videos: Videos) -> tuple[VideoSource, ...]:
+    """One video or several, as a tuple; a `str` is a path."""
+    if videos is None:
+        return ()
+    several = videos if isinstance(videos, (list, tuple)) else (videos,)
+    return tuple(Path(video) if isinstance(video, str) else video for video in several)

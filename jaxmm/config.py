@@ -140,7 +140,14 @@ class MediaConfig:
     max_pixels: int = 0
     """Overrides the processor's upper pixel limit; 0: the checkpoint's, at most 1605632 on CPU."""
     max_items: int = 32
-    """Items of one request."""
+    """Images and videos of one request."""
+    video_fps: float = 2.0
+    """Frames of a second of video that are looked at, where the request does not say."""
+    max_frames: int = 768
+    """Frames of one video that are looked at."""
+    max_video_pixels: int = 0
+    """Pixels of all frames of a video together, after resizing; 0: the checkpoint's, at most four
+    times the largest picture's on CPU."""
     workers: int = 0
     """Decoding processes; 0: one for each two cores, at least one."""
     timeout_seconds: float = 30.0
@@ -162,6 +169,9 @@ class MediaConfig:
             min_pixels=(1, 1 << 32),
             max_pixels=(1, 1 << 32),
             max_items=(1, 10_000),
+            video_fps=(0.01, 60.0),
+            max_frames=(1, 10_000),
+            max_video_pixels=(1, 1 << 32),
             workers=(1, 256),
             timeout_seconds=(0.1, 3600.0),
             worker_memory_bytes=(64 << 20, 1 << 44),
@@ -173,6 +183,19 @@ class MediaConfig:
             f"media.min_pixels={self.min_pixels} is above media.max_pixels={self.max_pixels}; "
             "lower it",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodConfig:
+    """Several hosts that serve one model together."""
+
+    silence_seconds: float = 8.0
+    """After so long without a word a host counts as lost, and the pod ends."""
+    step_seconds: float = 60.0
+    """Time that a host may take for a step; one that takes longer ends the pod."""
+
+    def __post_init__(self) -> None:
+        _check(self, "pod.", silence_seconds=(1.0, 3600.0), step_seconds=(1.0, 3600.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +231,14 @@ class EngineConfig:
     kernels: Literal["auto", "pallas", "portable"] = "auto"
     """Implementation of attention and row moves; auto: Pallas on TPUs, portable elsewhere."""
     tensor_parallel: int = 1
-    """Chips that the language model is split over; it must divide the KV heads."""
+    """Chips that the language model is split over; it must divide the KV heads. 0: as many as there
+    are and do."""
+    coordinator: str = ""
+    """`host:port` of process 0, port free; empty: what Cloud TPU or GKE say, if they do."""
+    num_processes: int = 0
+    """Processes of the pod, with `coordinator`; 1: never look for others."""
+    process_id: int = 0
+    """Which of them this is, from 0 up, with `coordinator`."""
     max_model_len: int = 0
     """Tokens of prompt and output together; 0: the checkpoint's limit, at most 32768."""
     max_running: int = 0
@@ -227,17 +257,39 @@ class EngineConfig:
     arena: ArenaConfig = field(default_factory=ArenaConfig)
     buckets: BucketConfig = field(default_factory=BucketConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
+    pod: PodConfig = field(default_factory=PodConfig)
     sessions: SessionConfig = field(default_factory=SessionConfig)
 
     def __post_init__(self) -> None:
         _check(
             self,
             "",
-            tensor_parallel=(1, 1024),
+            tensor_parallel=(0, 1024),
             max_model_len=(2, 1 << 24),
             max_running=(1, 4096),
             max_waiting=(1, 1 << 20),
             memory_fraction=(0.01, 1.0),
+            num_processes=(0, 4096),
+            process_id=(0, 4095),
+        )
+        self._check_pod()
+
+    def _check_pod(self) -> None:
+        if not self.coordinator:
+            _require(
+                self.num_processes in (0, 1) and self.process_id == 0,
+                f"num_processes={self.num_processes} and process_id={self.process_id} need a "
+                "coordinator; give host:port of process 0",
+            )
+            return
+        host, _, port = self.coordinator.rpartition(":")
+        _require(
+            bool(host) and port.isdigit(),
+            f"coordinator={self.coordinator!r} is not of the form host:port",
+        )
+        _require(
+            0 <= self.process_id < self.num_processes,
+            f"process_id={self.process_id} is outside [0, num_processes={self.num_processes})",
         )
 
 

@@ -11,7 +11,7 @@
     I  items                                   W  patches per window
     J  blocks of a lane, or keys of one block  X  encoder width of merged patches (4 E)
     K  KV heads                                Y  lanes of all KV rows of a token (K * J)
-    L  layers                                  Z  levels of an arena row (1 + deepstack)
+    L  layers                                  Z  levels of an arena row, or experts
     M  vision rows                             O  words of a token mask (V / 32)
 
 In the Pallas TPU kernels J is the lanes of a stored KV or arena row, X the lanes of all query

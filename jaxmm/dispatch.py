@@ -83,13 +83,16 @@ class Dispatcher:
 
     def _lane(self, jobs: list[EncodeJob]) -> EncodeBatch:
         parts = self._parts
+        vision = parts.model.vision
         num_patches = sum(parts.packed_patches(job.item) for job in jobs)
         return pack_lane(
             [job.item.features for job in jobs if job.item.features is not None],
             [job.item.grid_thw for job in jobs],
             [job.lease.slots for job in jobs],
             lane_patches=parts.sizes.buckets.lane_patches(num_patches),
-            window_patches=parts.model.vision.window_patches,
+            patch_values=vision.patch_values,
+            window_patches=vision.window_patches,
+            with_sizes=vision.position_side > 0,
             drop_slot=parts.sizes.num_rows,
         )
 

@@ -12,6 +12,7 @@ JaxmmError
 │   └── GrammarError                  a grammar or schema that cannot be followed
 ├── Overloaded (RuntimeError)         the queue is full; the same request may be sent again
 ├── RecompileError (RuntimeError)     a compile after warm-up while on_recompile = "raise"
+├── PeerLost (RuntimeError)           a host of the pod is gone, too slow, or came to other tokens
 └── EngineStopped (RuntimeError)      the engine has been closed or its loop has died
 
 A message says what was given, what the limit is, and what to do.
@@ -64,6 +65,10 @@ class Overloaded(JaxmmError, RuntimeError):
 
 class RecompileError(JaxmmError, RuntimeError):
     """Something was compiled after warm-up while the engine was told to refuse that."""
+
+
+class PeerLost(JaxmmError, RuntimeError):
+    """A host of the pod is gone, too slow, or came to other tokens; the pod ends."""
 
 
 class EngineStopped(JaxmmError, RuntimeError):

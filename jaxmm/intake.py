@@ -7,17 +7,23 @@ gets sequences that are ready to run.
 import dataclasses
 import logging
 import threading
+from collections.abc import Iterator
+from collections.abc import Sequence as Tokens
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxmm.answer import Answer, OnEvent, tell
 from jaxmm.cost import Cost, estimate
 from jaxmm.errors import EngineStopped, JaxmmError, Overloaded, RequestError
 from jaxmm.host.decodes import Gone
-from jaxmm.host.item import Prompt
+from jaxmm.host.identity import parse_caller_hashes
+from jaxmm.host.item import Item, Modality, Prompt
 from jaxmm.host.messages import read_text
+from jaxmm.host.prepare import PreparedClip
 from jaxmm.host.sequence import Sequence
 from jaxmm.loop import Loop
 from jaxmm.request import Request
@@ -83,8 +89,13 @@ class Intake:
             entry.gone.set_result(None)
 
     def load_features(self, answer: Answer, sequence: Sequence, index: int) -> None:
-        """Decode a picture whose rows turned out to be in no cache; the loop hears of it."""
-        self._threads.submit(self._load_features, answer, sequence, index)
+        """Decode an item whose rows turned out to be in no cache; the loop hears of it.
+
+        On the loop's thread. All steps of a video come together, with the first that is missing.
+        """
+        span = _clip_of(sequence.prompt.items, index)
+        if not any(step in sequence.missing for step in range(span.start, index)):
+            self._threads.submit(self._load_features, answer, sequence, index)
 
     def refuse_all(self, error: EngineStopped) -> None:
         """Take no more requests."""
@@ -175,23 +186,40 @@ class Intake:
             ids, slots = tokenizer.encode_text(request.text), np.zeros(0, np.int64)
         else:
             ids = parts.check_ids(request.token_ids or ())
-            slots = np.flatnonzero(ids == parts.model.image_token_id)
-        if len(slots) != len(request.images):
-            raise RequestError(
-                f"the prompt has places for {len(slots)} images and {len(request.images)} were sent"
-            )
-        items = parts.preparer.prepare_items(
-            request.images,
-            min_pixels=request.min_pixels,
-            max_pixels=request.max_pixels,
-            mm_hashes=request.mm_hashes,
-            salt=request.salt,
-            gone=entry.gone,
-        )
-        for item in items:  # refused here, before the loop could meet it
+            slots = np.flatnonzero(np.isin(ids, parts.placeholder_ids))
+        is_video = ids[slots] == parts.model.video_token_id
+        _check_places(request, is_video)
+        prompt = parts.preparer.prompt_of(ids, slots, self._media(entry, is_video))
+        for item in prompt.items:  # refused here, before the loop could meet it
             if item.embeddings is None:
                 parts.sizes.buckets.lane_patches(parts.packed_patches(item))
-        return parts.preparer.prompt(ids, slots, items)
+        return prompt
+
+    def _media(self, entry: "_Entry", is_video: npt.NDArray[np.bool_]) -> list[Item | PreparedClip]:
+        """A request's images and videos in the order of their places."""
+        request, preparer = entry.request, self._parts.preparer
+        preparer.check_count(len(is_video), "images and videos" if is_video.any() else "images")
+        hashes = _split_hashes(request.mm_hashes, is_video)
+        common: dict[str, Any] = {
+            "max_pixels": request.max_pixels,
+            "salt": request.salt,
+            "gone": entry.gone,
+        }
+        images: Iterator[Item] = iter(
+            preparer.prepare_items(
+                request.images, min_pixels=request.min_pixels, mm_hashes=hashes[0], **common
+            )
+        )
+        clips: Iterator[PreparedClip] = iter(
+            preparer.prepare_clips(
+                request.videos,
+                fps=request.fps,
+                num_frames=request.num_frames,
+                mm_hashes=hashes[1],
+                **common,
+            )
+        )
+        return [next(clips) if video else next(images) for video in is_video]
 
     def _answer(self, entry: "_Entry", prompt: Prompt) -> Answer:
         parts, request, params = self._parts, entry.request, entry.request.sampling
@@ -222,23 +250,82 @@ class Intake:
         )
 
     def _load_features(self, answer: Answer, sequence: Sequence, index: int) -> None:
-        request = answer.request
-        item = sequence.prompt.items[index]
+        items = sequence.prompt.items
+        span = _clip_of(items, index)
         try:
-            features = self._parts.preparer.load_features(
-                request.images[index],
-                item,
-                min_pixels=request.min_pixels,
-                max_pixels=request.max_pixels,
-                salt=request.salt,
-                gone=answer.gone,
-            )
+            if items[index].modality is Modality.VIDEO:
+                features = self._load_steps(answer, items, span)
+            else:
+                features = [self._load_image(answer, items, index)]
         except Exception as error:  # noqa: BLE001  # as in _prepare
-            failure = _refusal(error, request)
+            failure = _refusal(error, answer.request)
             self._loop.post(lambda: self._loop.fail(sequence, failure))
             return
-        found = dataclasses.replace(item, features=features)
-        self._loop.post(lambda: self._loop.provide(sequence, index, found))
+        for i, part in zip(span, features, strict=True):
+            found = dataclasses.replace(items[i], features=part)
+            self._loop.post(partial(self._loop.provide, sequence, i, found))
+
+    def _load_image(
+        self, answer: Answer, items: tuple[Item, ...], index: int
+    ) -> npt.NDArray[np.uint8]:
+        request = answer.request
+        number = sum(item.modality is Modality.IMAGE for item in items[:index])
+        return self._parts.preparer.load_features(
+            request.images[number],
+            items[index],
+            min_pixels=request.min_pixels,
+            max_pixels=request.max_pixels,
+            salt=request.salt,
+            gone=answer.gone,
+        )
+
+    def _load_steps(
+        self, answer: Answer, items: tuple[Item, ...], span: range
+    ) -> list[npt.NDArray[np.uint8]]:
+        request = answer.request
+        begins = [i.modality is Modality.VIDEO and i.step == 0 for i in items[: span.start]]
+        return self._parts.preparer.load_steps(
+            request.videos[sum(begins)],
+            items[span.start : span.stop],
+            fps=request.fps,
+            num_frames=request.num_frames,
+            max_pixels=request.max_pixels,
+            salt=request.salt,
+            gone=answer.gone,
+        )
+
+
+def _check_places(request: Request, is_video: npt.NDArray[np.bool_]) -> None:
+    """Refuse a prompt that has not one place for each image and each video."""
+    num_videos = int(is_video.sum())
+    for noun, places, sent in (
+        ("images", len(is_video) - num_videos, len(request.images)),
+        ("videos", num_videos, len(request.videos)),
+    ):
+        if places != sent:
+            raise RequestError(f"the prompt has places for {places} {noun} and {sent} were sent")
+
+
+def _split_hashes(
+    mm_hashes: Tokens[str] | None, is_video: npt.NDArray[np.bool_]
+) -> tuple[list[str] | None, list[str] | None]:
+    """Those of images and those of videos; a list of a wrong length is ignored whole."""
+    if mm_hashes is None or isinstance(mm_hashes, str) or len(mm_hashes) != len(is_video):
+        parse_caller_hashes(mm_hashes, len(is_video))  # says so in the log
+        return None, None
+    pairs = list(zip(mm_hashes, is_video.tolist(), strict=True))
+    return [h for h, video in pairs if not video], [h for h, video in pairs if video]
+
+
+def _clip_of(items: tuple[Item, ...], index: int) -> range:
+    """The items of the video that one is a step of; of an image, itself."""
+    if items[index].modality is not Modality.VIDEO:
+        return range(index, index + 1)
+    start = stop = index - items[index].step
+    stop += 1
+    while stop < len(items) and items[stop].modality is Modality.VIDEO and items[stop].step:
+        stop += 1
+    return range(start, stop)
 
 
 def _settle(future: Future[Cost], outcome: Cost | JaxmmError) -> None:

@@ -142,6 +142,7 @@ class Usage:
 
     prompt_tokens: int
     image_tokens: int
+    video_tokens: int = 0
     cached_tokens: int
     """Prompt tokens read from the prefix cache."""
     completion_tokens: int
@@ -208,13 +209,18 @@ class Embeddings:
 
     rows: Any
     """float[M, D]: one row for each of the picture's tokens, in their order; D is the width of the
-    text embeddings. Any float type; taken as float32."""
+    text embeddings, times one more than the levels of models with deepstack. Any float type; taken
+    as float32."""
     grid_thw: tuple[int, int, int]
     """Patches by (time, height, width), before merging, as the image processor gives it."""
 
 
 ImageSource = bytes | Path | Embeddings | Any
 """Encoded bytes, a path, a PIL image, a uint8[H, W, 3] array, or finished rows."""
+
+
+VideoSource = bytes | Path | Sequence[ImageSource] | Any
+"""An encoded file (MP4, WebM, GIF), a path, a list of frames, or a uint8[T, H, W, 3] array."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -224,8 +230,9 @@ class Request:
     id: str
     messages: Sequence[Mapping[str, Any]] | None = None
     """Chat turns: `{"role": str, "content": str | [part, …]}`; a part is
-    `{"type": "text", "text": str}` or `{"type": "image"}`; the k-th image part is `images[k]`.
-    An assistant's turn may have `tool_calls`, and a turn of role `tool` answers one."""
+    `{"type": "text", "text": str}`, `{"type": "image"}` or `{"type": "video"}`; the k-th image
+    part is `images[k]`, the k-th video part `videos[k]`. An assistant's turn may have
+    `tool_calls`, and a turn of role `tool` answers one."""
     tools: Sequence[Mapping[str, Any]] = ()
     """What the messages say that the model may call, `{"type": "function", "function": {"name":
     str, "description": str, "parameters": JSON schema}}`; `jaxmm.host.tools.tool_grammar` holds
@@ -233,15 +240,23 @@ class Request:
     text: str | None = None
     """Raw prompt, no template and no images."""
     token_ids: Sequence[int] | None = None
-    """Raw prompt ids; with images, one placeholder id for each."""
+    """Raw prompt ids; with images and videos, one placeholder id for each."""
     images: tuple[ImageSource, ...] = ()
+    videos: tuple[VideoSource, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     salt: str = ""
     """Tenant: caches are shared only between requests of equal salt."""
     mm_hashes: tuple[str, ...] | None = None
-    """Hex hashes that the caller gives its images, one each; a hint for routing and caching."""
+    """Hex hashes that the caller gives its images and videos, one each in the order of their parts;
+    a hint for routing and caching."""
     min_pixels: int | None = None
     max_pixels: int | None = None
-    """Pixel limits of this request's images, within the server's own."""
+    """Pixel limits of this request's images, within the server's own; of a frame of its videos the
+    upper one."""
+    fps: float | None = None
+    """Frames of a second of video that are looked at; of a list of frames, how many a second they
+    are. None: the server's `media.video_fps`."""
+    num_frames: int | None = None
+    """Frames of each video that are looked at, evenly spread, instead of `fps`."""
     keep: Any = None
     """The conversation that it is a turn of; set by `Session`."""

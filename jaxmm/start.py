@@ -15,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxmm.config import EngineConfig
-from jaxmm.device.backend import Backend, check_sizes, settle_backend
+from jaxmm.device.backend import Backend, check_sizes, settle_backend, spread_kv_heads
+from jaxmm.device.executables import source_digest
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.runner import Runner
-from jaxmm.errors import ModelError, RequestError, SamplingError
+from jaxmm.device.scratch import keep_scratch_memory
+from jaxmm.errors import ConfigError, ModelError, RequestError, SamplingError
 from jaxmm.host.arena import Arena
 from jaxmm.host.chat import ChatTokenizer
 from jaxmm.host.decode import Decoder
@@ -42,6 +44,8 @@ from jaxmm.models.converted import is_converted, restore_params
 from jaxmm.models.loading import place_params
 from jaxmm.models.remote import fetch_small_files, is_remote
 from jaxmm.models.twin import text_is_bfloat16
+from jaxmm.pod.join import join, least, meet
+from jaxmm.pod.lead import PodRunner
 from jaxmm.request import SamplingParams
 from jaxmm.sizes import (
     CPU_MAX_PIXELS,
@@ -54,6 +58,8 @@ from jaxmm.sizes import (
 
 logger = logging.getLogger(__name__)
 
+_CPU_VIDEO_PICTURES = 4
+"""Pixels of a video on a CPU where none are set, in largest pictures."""
 _COPIES = Path("~/.cache/jaxmm/models")
 """Small files of models at gs:// addresses."""
 
@@ -94,9 +100,14 @@ class Parts:
     prefix_cache: PrefixCache
     arena: Arena
     scheduler: Scheduler
-    runner: Runner
+    runner: Runner | PodRunner
     ledger: CompileLedger
     padding: Padding
+
+    @property
+    def placeholder_ids(self) -> tuple[int, int]:
+        """Tokens that mark the places of images and of videos."""
+        return self.model.image_token_id, self.model.video_token_id
 
     def packed_patches(self, item: Item) -> int:
         """Patches that an item takes in an encode lane."""
@@ -142,41 +153,110 @@ class Parts:
         self.ledger.close()
 
 
-def build_parts(config: EngineConfig) -> Parts:
-    """Load a checkpoint and make everything ready to serve.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Basis:
+    """What is settled before anything is loaded; the same on every host of a pod."""
+
+    directory: Path
+    model: ModelConfig
+    dtype: Any
+    processor: Any
+    backend: Backend
+    sizes: Sizes
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where the same steps are run on the same weights."""
+        files = sorted((p.name, p.stat().st_size) for p in self.directory.glob("*.safetensors"))
+        dtype, source = np.dtype(self.dtype), source_digest()
+        return f"{self.model}|{self.sizes}|{dtype}|{self.backend}|{source}|{files}"
+
+
+def settle_basis(config: EngineConfig) -> Basis:
+    """Meet the other hosts, if there are any, and read what the checkpoint says of itself.
 
     Raises:
-        ConfigError, ModelError: The message names the setting, key or tensor.
+        ConfigError, ModelError: The message names the setting or key.
     """
-    start = time.perf_counter()
+    join(config)
+    if jax.default_backend() == "cpu" and not keep_scratch_memory():
+        logger.info("the C library keeps no scratch memory: steps clear theirs anew")
     directory = model_directory(config)
     model = read_config(directory)
     check_vocabulary(model.text.vocab_size)
     dtype = _dtype(config)
     processor = _processor(config, model, directory)
     backend = settle_backend(config.kernels, config.tensor_parallel, model, dtype)
-    sizes = _sizes(config, model, processor, backend)
-    ledger = CompileLedger(config.on_recompile)
-    with ThreadPoolExecutor(2, thread_name_prefix="jaxmm-load") as threads:
-        # the executables need neither weights nor tokenizer: all three at once
-        runner = Runner(
-            model,
-            sizes,
-            dtype,
-            backend=backend,
-            ledger=ledger,
-            compile_cache_dir=config.compile_cache_dir,
-            twin=_wants_twin(config, model, sizes, directory, backend),
-        )
-        weights = threads.submit(_load_weights, config, model, directory, dtype, runner)
-        words = threads.submit(_load_tokenizer, model, directory)
+    model = spread_kv_heads(model, backend.num_shards)
+    return Basis(
+        directory=directory,
+        model=model,
+        dtype=dtype,
+        processor=processor,
+        backend=backend,
+        sizes=_sizes(config, model, processor, backend),
+    )
+
+
+def load_runner(config: EngineConfig, basis: Basis, ledger: CompileLedger) -> Runner:
+    """Make the executables and load the weights, both at once.
+
+    Raises:
+        ModelError: The message names the tensor or key.
+    """
+    runner = Runner(
+        basis.model,
+        basis.sizes,
+        basis.dtype,
+        backend=basis.backend,
+        ledger=ledger,
+        compile_cache_dir=config.compile_cache_dir,
+        twin=_wants_twin(config, basis),
+    )
+    with ThreadPoolExecutor(1, thread_name_prefix="jaxmm-load") as threads:
+        weights = threads.submit(_load_weights, config, basis, runner)
         runner.warm_up(progress=config.progress)
-        tokenizer, grammars = words.result()
         runner.place(weights.result())
+    return runner
+
+
+def build_parts(config: EngineConfig) -> Parts:
+    """Load a checkpoint and make everything ready to serve.
+
+    Raises:
+        ConfigError, ModelError: The message names the setting, key or tensor.
+        PeerLost: Another host of the pod did not come, or went.
+    """
+    start = time.perf_counter()
+    basis = settle_basis(config)
+    if jax.process_index():
+        raise ConfigError(
+            f"this is process {jax.process_index()} of a pod, and process 0 has the engine; run "
+            "jaxmm serve, or jaxmm.pod.follow.follow(config), here"
+        )
+    directory, model, processor, sizes = (
+        basis.directory,
+        basis.model,
+        basis.processor,
+        basis.sizes,
+    )
+    video = _video(config, model, directory, processor)
+    ledger = CompileLedger(config.on_recompile)
+    followers = None
+    if jax.process_count() > 1:
+        followers = meet(config, basis.fingerprint).to_followers(config.pod)
+    with ThreadPoolExecutor(1, thread_name_prefix="jaxmm-words") as threads:
+        words = threads.submit(_load_tokenizer, model, directory)
+        here = load_runner(config, basis, ledger)
+        tokenizer, grammars = words.result()
+    if followers is not None:
+        followers.wait_ready()
+    runner = here if followers is None else PodRunner(here, followers)
     decoder = DecodePool(
         processor,
         Limits(config.media.max_bytes, config.media.max_decode_pixels),
         config.media.workers,
+        video=video,
         timeout_seconds=config.media.timeout_seconds,
         memory_bytes=config.media.worker_memory_bytes,
         quarantine_seconds=config.media.quarantine_seconds,
@@ -210,7 +290,10 @@ def build_parts(config: EngineConfig) -> Parts:
             decodes,
             config.media,
             model.image_token_id,
-            RowForm(model.text.width, model.vision.merge_size),
+            RowForm(model.text.row_width, model.vision.merge_size),
+            video=video,
+            video_id=model.video_token_id,
+            encode_plain=tokenizer.encode_plain,
         ),
         pool=pool,
         prefix_cache=prefix_cache,
@@ -222,9 +305,8 @@ def build_parts(config: EngineConfig) -> Parts:
     )
 
 
-def _load_weights(
-    config: EngineConfig, model: ModelConfig, directory: Path, dtype: Any, runner: Runner
-) -> Any:
+def _load_weights(config: EngineConfig, basis: Basis, runner: Runner) -> Any:
+    directory, model, dtype = basis.directory, basis.model, basis.dtype
     if is_converted(directory):
         return restore_params(
             directory, model, dtype, runner.param_sharding, progress=config.progress
@@ -232,17 +314,15 @@ def _load_weights(
     return place_params(directory, model, dtype, runner.place_param, progress=config.progress)
 
 
-def _wants_twin(
-    config: EngineConfig, model: ModelConfig, sizes: Sizes, directory: Path, backend: Backend
-) -> bool:
+def _wants_twin(config: EngineConfig, basis: Basis) -> bool:
     """Whether steps of one token shall read the decoder's weights in bfloat16."""
     return (
         jax.default_backend() == "cpu"
-        and backend.mesh is None
-        and _dtype(config) == jnp.float32
-        and has_room_for_twin(config, model, sizes, device_memory_bytes())
-        and not is_converted(directory)
-        and text_is_bfloat16(directory, model)
+        and basis.backend.mesh is None
+        and basis.dtype == jnp.float32
+        and has_room_for_twin(config, basis.model, basis.sizes, device_memory_bytes())
+        and not is_converted(basis.directory)
+        and text_is_bfloat16(basis.directory, basis.model)
     )
 
 
@@ -270,7 +350,8 @@ def describe_buckets(config: EngineConfig) -> str:
         return packed_patches(processor.grid(height, width), model.vision.window_patches)
 
     backend = settle_backend(config.kernels, config.tensor_parallel, model, _dtype(config))
-    return describe(_sizes(config, model, processor, backend), packed)
+    spread = spread_kv_heads(model, backend.num_shards)
+    return describe(_sizes(config, spread, processor, backend), packed)
 
 
 def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
@@ -296,6 +377,23 @@ def _load_processor(config: EngineConfig, model: ModelConfig, directory: Path) -
     )
 
 
+def _video(config: EngineConfig, model: ModelConfig, directory: Path, processor: Any) -> Any:
+    """The family's video processor; None for a family that takes no videos."""
+    if not has_module(model.family, "video"):
+        return None
+    video = family_module(model.family, "video").VideoProcessor.from_checkpoint(
+        directory,
+        processor,
+        max_frames=config.media.max_frames,
+        max_pixels=config.media.max_video_pixels,
+    )
+    if config.media.max_video_pixels or jax.default_backend() != "cpu":
+        return video
+    return dataclasses.replace(
+        video, max_pixels=min(video.max_pixels, _CPU_VIDEO_PICTURES * processor.max_pixels)
+    )
+
+
 def _sizes(config: EngineConfig, model: ModelConfig, processor: Any, backend: Backend) -> Sizes:
     dtype = np.dtype(_dtype(config))
     sizes = settle_sizes(
@@ -306,6 +404,7 @@ def _sizes(config: EngineConfig, model: ModelConfig, processor: Any, backend: Ba
         memory_bytes=device_memory_bytes(),
         itemsize=dtype.itemsize,
         kernels=backend.kernels,
+        num_chips=backend.num_shards,
     )
     check_sizes(backend, sizes.page_size, sizes.max_running, sizes.num_table_pages, dtype)
     return sizes
@@ -337,11 +436,11 @@ def model_directory(config: EngineConfig) -> Path:
 
 
 def device_memory_bytes() -> int:
-    """Memory of one device; on a CPU that of the machine."""
-    stats: dict[str, Any] | None = jax.devices()[0].memory_stats()
+    """Memory of one device, on a CPU that of the machine; in a pod the least of all hosts."""
+    stats: dict[str, Any] | None = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
-    return host_memory_bytes()
+        return least(int(stats["bytes_limit"]))
+    return least(host_memory_bytes())
 
 
 def _dtype(config: EngineConfig) -> Any:

@@ -10,6 +10,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 class PromptDetails(BaseModel):
     cached_tokens: int
     image_tokens: int
+    video_tokens: int
 
 
 class UsageBody(BaseModel):

@@ -47,17 +47,18 @@ def wants_usage(fields: SamplingFields) -> bool:
 
 
 def usage_body(usages: Iterable[Usage]) -> dict[str, Any]:
-    """Shape the token counts of all requests together; `image_tokens` is an addition to the API."""
+    """Shape the token counts of all requests together; those of images and videos are additions."""
     several = tuple(usages)
-    prompt, completion, cached, images = (
+    details = ("cached_tokens", "image_tokens", "video_tokens")
+    prompt, completion, *counts = (
         sum(getattr(usage, name) for usage in several)
-        for name in ("prompt_tokens", "completion_tokens", "cached_tokens", "image_tokens")
+        for name in ("prompt_tokens", "completion_tokens", *details)
     )
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached, "image_tokens": images},
+        "prompt_tokens_details": dict(zip(details, counts, strict=True)),
     }
 
 

@@ -33,7 +33,9 @@ class Ask:
     model: str | None
     stream: bool
     urls: Mapping[str, str]
-    """Place of each picture in the body, to its URL, in the order of the prompt."""
+    """Place of each picture, video and frame in the body, to its URL, in the prompt's order."""
+    num_items: int
+    """Pictures and videos."""
     requests: Callable[[Pictures], tuple[Request, ...]]
     """Builds the engine's requests, at least one."""
     writer: Writer

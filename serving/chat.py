@@ -6,11 +6,11 @@ from jaxmm.request import Request
 from serving.ask import Ask, Pictures, Served
 from serving.chat_answers import ChatWriter
 from serving.protocol import parse_chat_request
-from serving.translate import image_urls, to_request
+from serving.translate import media_urls, num_items, to_request
 
 
 class ChatEndpoint:
-    """Conversations with pictures, tools and response formats."""
+    """Conversations with pictures, videos, tools and response formats."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
@@ -27,7 +27,8 @@ class ChatEndpoint:
             id=answer_id,
             model=chat.model,
             stream=bool(chat.stream),
-            urls=image_urls(chat),
+            urls=media_urls(chat),
+            num_items=num_items(chat.messages),
             requests=requests,
             writer=ChatWriter(
                 chat,

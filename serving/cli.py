@@ -11,7 +11,7 @@ from jaxmm.errors import JaxmmError
 from jaxmm.request import Delta, Request, SamplingParams
 from serving.config import ENGINE_PREFIX, ServerConfig, load_server_config
 from serving.deploy.command import add_deploy_commands
-from serving.engine import LoadEngine, convert_model, describe_buckets, load_engine
+from serving.engine import LoadEngine, convert_model, describe_buckets, followed, load_engine
 from serving.flags import add_flags, given_settings
 
 
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
     generate.add_argument("question")
     generate.add_argument("--image", type=Path, action="append", default=[], metavar="FILE")
+    generate.add_argument("--video", type=Path, action="append", default=[], metavar="FILE")
     generate.add_argument("--stream", action="store_true", help="write the answer as it comes")
     _add_sampling(generate)
     add_flags(generate, ServerConfig, ENGINE_PREFIX)
@@ -88,6 +89,8 @@ def _convert(parsed: argparse.Namespace, *_: object) -> None:
 
 
 def _generate(parsed: argparse.Namespace, config: ServerConfig, load: LoadEngine) -> None:
+    if followed(config.engine):
+        return
     request = _request(parsed)
     engine = load(config.engine)
     try:
@@ -98,11 +101,13 @@ def _generate(parsed: argparse.Namespace, config: ServerConfig, load: LoadEngine
 
 def _request(parsed: argparse.Namespace) -> Request:
     parts: list[dict[str, str]] = [{"type": "image"}] * len(parsed.image)
+    parts += [{"type": "video"}] * len(parsed.video)
     parts.append({"type": "text", "text": parsed.question})
     return Request(
         id="generate",
         messages=[{"role": "user", "content": parts}],
         images=tuple(parsed.image),
+        videos=tuple(parsed.video),
         sampling=SamplingParams(
             max_tokens=parsed.max_tokens,
             temperature=parsed.temperature,

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 
 from starlette.requests import ClientDisconnect, Request
@@ -18,6 +18,7 @@ from serving.ask import Ask, Endpoint
 from serving.config import ServerConfig
 from serving.errors import ClientGone, ServerClosing, UnknownModel, error_body
 from serving.fetch import Fetcher
+from serving.lifting import Url, lift
 from serving.tenants import Tenant
 from serving.tracing import stage
 from serving.translate import check_num_pictures
@@ -73,12 +74,12 @@ class Completions:
             JaxmmError: It cannot be served.
         """
         with stage("receive"):
-            ask = endpoint.read(await read_body(http))
+            ask, urls = read_ask(endpoint, await read_body(http))
         if ask.model not in (None, self._model):
             raise UnknownModel(f"the model served here is {self._model!r}; see GET /v1/models")
-        check_num_pictures(len(ask.urls), self._config.engine.media.max_items)
-        with stage("fetch", images=len(ask.urls)):
-            fetching = self._fetcher.fetch_all(ask.urls, http.state.share.take)
+        check_num_pictures(ask.num_items, self._config.engine.media.max_items)
+        with stage("fetch", images=len(urls)):
+            fetching = self._fetcher.fetch_all(urls, http.state.share.take)
             pictures = await while_connected(http.receive, fetching)
         tenant: Tenant = http.state.tenant
         requests = ask.requests(pictures)
@@ -130,6 +131,21 @@ class EventStream(Response):
             yield event(error_body(ServerClosing(CLOSING)))
         else:
             yield self._writer.last_chunks()
+
+
+def read_ask(endpoint: Endpoint, body: bytearray) -> tuple[Ask, Mapping[str, Url]]:
+    """Read a body, and the URLs of its pictures by place.
+
+    Raises:
+        RequestError: It cannot be served as it stands; names the field at fault.
+    """
+    lifted = lift(body)
+    ask = endpoint.read(lifted.rest)
+    urls = lifted.put_back(ask.urls)
+    if urls is None:  # what looked like a picture stands elsewhere
+        ask = endpoint.read(body)
+        urls = {**ask.urls}
+    return ask, urls
 
 
 async def read_body(http: Request) -> bytearray:

@@ -6,6 +6,7 @@ from typing import Protocol
 from jaxmm.config import EngineConfig
 from jaxmm.cost import Cost
 from jaxmm.host.chat import ChatTokenizer
+from jaxmm.pod.signs import is_pod
 from jaxmm.request import Delta, Request
 from jaxmm.stats import EngineStats
 
@@ -67,6 +68,29 @@ def load_engine(config: EngineConfig) -> ServedEngine:
     from jaxmm.engine import Engine  # takes seconds and may claim the devices
 
     return Engine(config)
+
+
+def followed(config: EngineConfig) -> bool:
+    """Do as process 0 of the pod does until it ends, if this is another process of one.
+
+    Returns:
+        False at once where this process is process 0, or alone.
+
+    Raises:
+        ConfigError: The other processes cannot be met, or were started otherwise.
+        ModelError: The checkpoint cannot be loaded.
+        PeerLost: Process 0 cannot be reached.
+    """
+    if not is_pod(config):
+        return False
+    from jaxmm.pod.join import join  # brings jax
+
+    if join(config) == 0:
+        return False
+    from jaxmm.pod.follow import follow
+
+    follow(config)
+    return True
 
 
 def describe_buckets(config: EngineConfig) -> str:

@@ -10,6 +10,7 @@ from serving.config import FetchConfig
 from serving.data_uri import decode_data_uri
 from serving.errors import FetchError
 from serving.gates import Gates
+from serving.lifting import Url
 from serving.local_files import read_file_url
 from serving.remote import Remote, parse_url
 
@@ -57,7 +58,7 @@ class Fetcher:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def fetch_all(
-        self, urls: Mapping[str, str], hold: Callable[[int], None] = lambda _: None
+        self, urls: Mapping[str, Url], hold: Callable[[int], None] = lambda _: None
     ) -> dict[str, bytes]:
         """Get several pictures at once; equal URLs of hosts are asked once.
 
@@ -72,7 +73,7 @@ class Fetcher:
             MediaError: One cannot be had, or they are too large together; the others are given up.
         """
         budget = Budget(self._max_total_bytes, hold)
-        asked: dict[str, asyncio.Task[bytes]] = {}
+        asked: dict[Url, asyncio.Task[bytes]] = {}
         tasks: dict[str, asyncio.Task[bytes]] = {}
         try:
             async with asyncio.TaskGroup() as group:
@@ -87,14 +88,14 @@ class Fetcher:
             raise several.exceptions[0] from None
         return {where: task.result() for where, task in tasks.items()}
 
-    async def _fetch_at(self, where: str, url: str, budget: Budget) -> bytes:
+    async def _fetch_at(self, where: str, url: Url, budget: Budget) -> bytes:
         try:
             return await self._fetch(url, budget)
         except MediaError as e:
             raise type(e)(f"{where}: {e}") from e
 
-    async def _fetch(self, url: str, budget: Budget) -> bytes:
-        if _is_data(url):
+    async def _fetch(self, url: Url, budget: Budget) -> bytes:
+        if isinstance(url, memoryview) or _is_data(url):
             data = await self._decode(url)
             budget.take(len(data))
             return data
@@ -110,7 +111,7 @@ class Fetcher:
             raise FetchError(schemes_message(self._config))
         return await self._remote.get(target, budget.take)
 
-    async def _decode(self, url: str) -> bytes:
+    async def _decode(self, url: Url) -> bytes:
         if len(url) <= _SHORT:
             return decode_data_uri(url, self._max_bytes)
         loop = asyncio.get_running_loop()
@@ -123,5 +124,5 @@ def schemes_message(config: FetchConfig) -> str:
     return f"images are taken from {', '.join(f'{scheme}:' for scheme in schemes)} URLs"
 
 
-def _is_data(url: str) -> bool:
-    return url[:5].lower() == "data:"
+def _is_data(url: Url) -> bool:
+    return isinstance(url, memoryview) or url[:5].lower() == "data:"

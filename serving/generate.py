@@ -15,7 +15,7 @@ from serving.body import parse
 from serving.encoded_images import read_encoded
 from serving.native_protocol import EncodedImage, GenerateRequest
 from serving.sampling_fields import to_sampling
-from serving.translate import message_of, urls_in
+from serving.translate import images_in, message_of, num_items, urls_in, videos_in
 
 
 class GenerateEndpoint:
@@ -37,6 +37,7 @@ class GenerateEndpoint:
             model=asked.model,
             stream=bool(asked.stream),
             urls=_urls(asked),
+            num_items=num_items(asked.messages or ()) + len(asked.images or ()),
             requests=requests,
             writer=NativeWriter(asked, answer_id=answer_id, model=self._served.model),
         )
@@ -55,6 +56,9 @@ class GenerateEndpoint:
             text=asked.text,
             token_ids=asked.token_ids,
             images=_images(asked, pictures),
+            videos=videos_in(asked.messages or (), pictures),
+            fps=asked.fps,
+            num_frames=asked.num_frames,
             sampling=to_sampling(
                 asked,
                 vocab_size=self._served.tokenizer.vocab_size,
@@ -78,7 +82,7 @@ def _urls(asked: GenerateRequest) -> dict[str, str]:
 
 
 def _images(asked: GenerateRequest, pictures: Pictures) -> tuple[ImageSource, ...]:
-    in_messages = [pictures[where] for where in urls_in(asked.messages or ())]
+    in_messages = images_in(asked.messages or (), pictures)
     beside = [
         read_encoded(pictures[f"images[{i}]"])
         if isinstance(image, EncodedImage)

@@ -42,6 +42,9 @@ class GenerateRequest(SamplingFields):
     """The same, as a JSON schema."""
     min_pixels: int | None = Field(None, ge=1)
     max_pixels: int | None = Field(None, ge=1)
+    fps: float | None = Field(None, gt=0)
+    num_frames: int | None = Field(None, ge=1)
+    """As in chat: how the videos of the messages are looked at."""
     mm_hashes: list[str] | None = None
 
     @pydantic.model_validator(mode="after")

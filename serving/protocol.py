@@ -39,6 +39,10 @@ NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
 """The same for messages; clients send an answer back with these."""
 
 
+MAX_FRAMES = 768
+"""Frames of a video that is sent as frames."""
+
+
 class ImageUrl(Strict):
     """Where a picture is: a data URI, or an http(s) URL."""
 
@@ -48,23 +52,33 @@ class ImageUrl(Strict):
     for all pictures of the request."""
 
 
-class Part(Strict):
-    """One part of a message: a text or a picture."""
+class VideoUrl(Strict):
+    """Where a video is: a data URI, or an http(s) URL of an MP4, WebM or GIF file."""
 
-    type: Literal["text", "image_url"]
+    url: str
+
+
+class Part(Strict):
+    """One part of a message: a text, a picture, or a video as a file or as its frames."""
+
+    type: Literal["text", "image_url", "video_url", "video"]
     text: str | None = None
     image_url: ImageUrl | None = None
+    video_url: VideoUrl | None = None
+    video: list[str] | None = Field(None, min_length=1, max_length=MAX_FRAMES)
+    """URLs of pictures, the video's frames."""
 
     @pydantic.model_validator(mode="after")
     def _check_kind(self) -> "Part":
-        given = {name for name in ("text", "image_url") if getattr(self, name) is not None}
+        names = ("text", "image_url", "video_url", "video")
+        given = {name for name in names if getattr(self, name) is not None}
         if given != {self.type}:
             raise ValueError(f"a part of type {self.type} must have {self.type} and nothing else")
         return self
 
 
 class Message(Strict):
-    """One turn. `developer` is another name for `system`. Pictures may stand in any turn."""
+    """One turn. `developer` is another name for `system`. Any turn may have pictures and videos."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
@@ -106,9 +120,15 @@ class ChatRequest(SamplingFields):
 
     min_pixels: int | None = Field(None, ge=1)
     max_pixels: int | None = Field(None, ge=1)
-    """Size of this request's pictures, within the server's limits."""
+    """Size of this request's pictures, within the server's limits; of a frame of its videos the
+    upper one."""
+    fps: float | None = Field(None, gt=0)
+    """Frames of a second of video that are looked at; of frames sent as such, how many a second
+    they are. Default: the server's `media.video_fps`."""
+    num_frames: int | None = Field(None, ge=1)
+    """Frames of each video that are looked at, instead of `fps`."""
     mm_hashes: list[str] | None = None
-    """Hex hash of each picture, a hint for routers and caches."""
+    """Hex hash of each picture and video, a hint for routers and caches."""
 
 
 def parse_chat_request(body: bytes | bytearray) -> ChatRequest:

@@ -57,6 +57,7 @@ class TextEndpoint:
             model=asked.model,
             stream=bool(asked.stream),
             urls={},
+            num_items=0,
             requests=requests,
             writer=TextWriter(asked, answer_id=answer_id, request_ids=names, served=self._served),
         )

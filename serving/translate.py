@@ -1,34 +1,70 @@
 """From a chat request to the engine's. Host only."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxmm.request import Request
 from serving.ask import Served
 from serving.errors import BadBody
-from serving.protocol import ChatRequest, Message
+from serving.protocol import ChatRequest, Message, Part
 from serving.sampling_fields import to_sampling
 from serving.structured import grammar_of, offered_tools
 
 
-def image_urls(chat: ChatRequest) -> dict[str, str]:
-    """Place of each picture in the body, to its URL, in the order of the prompt."""
+def media_urls(chat: ChatRequest) -> dict[str, str]:
+    """Place of each picture, video and frame in the body, to its URL, in the prompt's order."""
     return urls_in(chat.messages)
 
 
 def urls_in(messages: Sequence[Message]) -> dict[str, str]:
     """The same, of messages."""
     return {
-        f"messages[{i}].content[{j}].image_url": part.image_url.url
-        for i, message in enumerate(messages)
-        if isinstance(message.content, list)
-        for j, part in enumerate(message.content)
-        if part.image_url is not None
+        where: url for place, part in _parts(messages) for where, url in _part_urls(place, part)
     }
 
 
+def num_items(messages: Sequence[Message]) -> int:
+    """Pictures and videos of a conversation; the frames of one video are one."""
+    return sum(part.text is None for _, part in _parts(messages))
+
+
+def images_in(messages: Sequence[Message], media: Mapping[str, bytes]) -> tuple[bytes, ...]:
+    """Each picture, in the order of the prompt, of the bytes by place."""
+    parts = _parts(messages)
+    return tuple(media[f"{place}.image_url"] for place, part in parts if part.image_url is not None)
+
+
+def videos_in(
+    messages: Sequence[Message], media: Mapping[str, bytes]
+) -> tuple[bytes | list[bytes], ...]:
+    """Each video, in the order of the prompt: a file, or its frames."""
+    return tuple(
+        media[f"{place}.video_url"]
+        if part.video is None
+        else [media[where] for where, _ in _part_urls(place, part)]
+        for place, part in _parts(messages)
+        if part.video is not None or part.video_url is not None
+    )
+
+
+def _parts(messages: Sequence[Message]) -> Iterator[tuple[str, Part]]:
+    """Each part with its place."""
+    for i, message in enumerate(messages):
+        if isinstance(message.content, list):
+            for j, part in enumerate(message.content):
+                yield f"messages[{i}].content[{j}]", part
+
+
+def _part_urls(place: str, part: Part) -> list[tuple[str, str]]:
+    if part.image_url is not None:
+        return [(f"{place}.image_url", part.image_url.url)]
+    if part.video_url is not None:
+        return [(f"{place}.video_url", part.video_url.url)]
+    return [(f"{place}.video[{k}]", url) for k, url in enumerate(part.video or ())]
+
+
 def check_num_pictures(count: int, limit: int) -> None:
-    """Refuse too many pictures before any is fetched.
+    """Refuse too many pictures and videos before any is fetched.
 
     Raises:
         BadBody: More than `limit`.
@@ -49,7 +85,7 @@ def to_request(
 
     Args:
         chat: A parsed body.
-        pictures: Encoded bytes by place, of every place in `image_urls(chat)`.
+        pictures: Encoded bytes by place, of every place in `media_urls(chat)`.
         request_id: Name in logs and answers.
         served: The model, and the defaults of requests.
 
@@ -61,7 +97,10 @@ def to_request(
         id=request_id,
         messages=[message_of(message) for message in chat.messages],
         tools=offered_tools(chat),
-        images=tuple(pictures[where] for where in image_urls(chat)),
+        images=images_in(chat.messages, pictures),
+        videos=videos_in(chat.messages, pictures),
+        fps=chat.fps,
+        num_frames=chat.num_frames,
         sampling=to_sampling(
             chat,
             vocab_size=served.tokenizer.vocab_size,
@@ -82,7 +121,9 @@ def message_of(message: Message) -> dict[str, Any]:
     turn: dict[str, Any] = {"role": role, "content": message.content}
     if isinstance(message.content, list):
         turn["content"] = [
-            {"type": "text", "text": part.text} if part.image_url is None else {"type": "image"}
+            {"type": "text", "text": part.text}
+            if part.text is not None
+            else {"type": "video" if part.image_url is None else "image"}
             for part in message.content
         ]
     if message.tool_calls:

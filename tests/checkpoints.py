@@ -1,4 +1,4 @@
-"""Small random Qwen2-VL and Qwen2.5-VL directories in the files that published ones have.
+"""Small random directories of every Qwen family in the files that published ones have.
 
 `checkpoint("qwen2_vl")` writes one on first use and keeps it until the process ends. The weights
 are made by transformers' own classes, so their names and shapes are those of the real thing; the
@@ -20,12 +20,18 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tokenizers import Regex as TokenizerRegex
 from tokenizers.trainers import BpeTrainer
 
-Family = Literal["qwen2_vl", "qwen2_5_vl"]
+Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 Prefixes = Literal["published", "module"]
 """Generation of tensor names: `visual.*` and `model.*`, or `model.visual.*` and
 `model.language_model.*`."""
 
-FAMILIES: tuple[Family, ...] = ("qwen2_vl", "qwen2_5_vl")
+ARCHITECTURES = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+}
+FAMILIES: tuple[Family, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -149,7 +155,9 @@ def write_checkpoint(
 
 
 def published_config(family: Family, ids: dict[str, int], *, tied: bool) -> dict[str, Any]:
-    """config.json in the flat form of the published files."""
+    """config.json in the form of the published files."""
+    if family.startswith("qwen3"):
+        return _nested_config(family, ids, tied=tied)
     vision = {
         "qwen2_vl": {"depth": 2, "embed_dim": 64, "hidden_size": 64, "mlp_ratio": 4},
         "qwen2_5_vl": {
@@ -162,12 +170,8 @@ def published_config(family: Family, ids: dict[str, int], *, tied: bool) -> dict
             "tokens_per_second": 2,
         },
     }[family]
-    architecture = {
-        "qwen2_vl": "Qwen2VLForConditionalGeneration",
-        "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    }[family]
     return {
-        "architectures": [architecture],
+        "architectures": [ARCHITECTURES[family]],
         "model_type": family,
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -184,12 +188,76 @@ def published_config(family: Family, ids: dict[str, int], *, tied: bool) -> dict
         "tie_word_embeddings": tied,
         "bos_token_id": ids["<|endoftext|>"],
         "eos_token_id": ids["<|im_end|>"],
+        **_vision_ids(ids),
+        "torch_dtype": "float32",
+        "vision_config": {"num_heads": 4, "in_chans": 3, "spatial_patch_size": 14, **vision},
+    }
+
+
+def _nested_config(family: Family, ids: dict[str, int], *, tied: bool) -> dict[str, Any]:
+    """Qwen3-VL: heads wider than the width's share, three deepstack levels, three layers."""
+    text = {
+        "model_type": f"{family}_text",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "rope_theta": 5000000.0,
+        "rope_scaling": {
+            "rope_type": "default",
+            "mrope_interleaved": True,
+            "mrope_section": [6, 3, 3],
+        },
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+        "dtype": "float32",
+    }
+    experts = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": tied,
+    }
+    return {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "tie_word_embeddings": tied,
+        **_vision_ids(ids),
+        "text_config": text | (experts if family == "qwen3_vl_moe" else {}),
+        "vision_config": {
+            "model_type": family,
+            "depth": 4,
+            "hidden_size": 64,
+            "hidden_act": "gelu_pytorch_tanh",
+            "intermediate_size": 96,
+            "num_heads": 4,
+            "in_channels": 3,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1, 3],
+        },
+    }
+
+
+def _vision_ids(ids: dict[str, int]) -> dict[str, int]:
+    return {
         "vision_start_token_id": ids["<|vision_start|>"],
         "vision_end_token_id": ids["<|vision_end|>"],
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
-        "torch_dtype": "float32",
-        "vision_config": {"num_heads": 4, "in_chans": 3, "spatial_patch_size": 14, **vision},
     }
 
 
@@ -202,12 +270,19 @@ def _random_weights(
         model = transformers.AutoModelForImageTextToText.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     return {
-        name if prefixes == "module" else published_name(name): _random_tensor(
-            name, tuple(parameter.shape), generator
+        name
+        if prefixes == "module" or config.model_type.startswith("qwen3")
+        else published_name(name): _published_tensor(
+            name, _random_tensor(name, tuple(parameter.shape), generator)
         ).to(getattr(torch, dtype))
         for name, parameter in model.named_parameters()
         if not (tied and name == "lm_head.weight")
     }
+
+
+def _published_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Experts are published with inputs before outputs, and held the other way round."""
+    return tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
 
 
 def _random_tensor(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -216,8 +291,10 @@ def _random_tensor(name: str, shape: tuple[int, ...], generator: torch.Generator
         return 0.1 * noise
     if len(shape) == 1:
         return 1.0 + 0.1 * noise
-    if "embed_tokens" in name:
+    if "embed_tokens" in name or "pos_embed" in name:
         return noise
+    if ".experts." in name:
+        return noise * shape[2] ** -0.5
     return noise * torch.Size(shape[1:]).numel() ** -0.5
 
 
@@ -246,6 +323,9 @@ def write_weights(directory: Path, weights: dict[str, torch.Tensor], shards: int
 
 def write_processor(directory: Path, family: Family) -> None:
     """Write preprocessor_config.json with the published values."""
+    if family.startswith("qwen3"):
+        _write_half_processor(directory)
+        return
     write_json(
         directory / "preprocessor_config.json",
         {
@@ -261,6 +341,23 @@ def write_processor(directory: Path, family: Family) -> None:
                 "qwen2_vl": "Qwen2VLProcessor",
                 "qwen2_5_vl": "Qwen2_5_VLProcessor",
             }[family],
+        },
+    )
+
+
+def _write_half_processor(directory: Path) -> None:
+    """Qwen3-VL's; its lower limit of 65536 pixels would make every test picture 64 tokens."""
+    write_json(
+        directory / "preprocessor_config.json",
+        {
+            "size": {"longest_edge": 16777216, "shortest_edge": 4096},
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "processor_class": "Qwen3VLProcessor",
         },
     )
 

@@ -71,8 +71,11 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def turn(*parts: str) -> list[dict[str, Any]]:
-    """One user turn; the part "<image>" is a picture."""
-    content = [{"type": "image"} if p == "<image>" else {"type": "text", "text": p} for p in parts]
+    """One user turn; the parts "<image>" and "<video>" are a picture and a video."""
+    content = [
+        {"type": p[1:-1]} if p in ("<image>", "<video>") else {"type": "text", "text": p}
+        for p in parts
+    ]
     return [{"role": "user", "content": content}]
 
 

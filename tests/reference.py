@@ -1,7 +1,9 @@
 """transformers as the judge: the same pictures and messages through its own processor and model.
 
 Only what it needs of a processor is used: the image processor's pixel values and the chat
-template. The ids are expanded here, by the published rule, independently of jaxmm.
+template. The ids are expanded here, by the published rule, independently of jaxmm. A video is given
+as the frames that the model sees; its pixel values are put together from those of its frames as
+pictures, because transformers' video processors need torchvision.
 """
 
 import functools
@@ -32,8 +34,14 @@ def greedy(
     num_tokens: int,
     *,
     max_pixels: int,
+    videos: Sequence[Sequence[Image.Image]] = (),
+    fps: float = 2.0,
 ) -> tuple[list[int], np.ndarray]:
     """Greedy answer.
+
+    Args:
+        videos: An even number of frames each.
+        fps: Frames a second of the videos.
 
     Returns:
         Token ids, and float32[num_tokens, V]: log-probabilities of every step.
@@ -56,8 +64,12 @@ def greedy(
         text = pieces[0] + "".join(
             pad * n + piece for n, piece in zip(counts, pieces[1:], strict=True)
         )
+    if videos:
+        text, clips = _with_videos(model, tokenizer, processor, text, videos, fps, max_pixels)
+        inputs |= clips
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-    inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    kinds = (ids == model.config.image_token_id) + 2 * (ids == model.config.video_token_id)
+    inputs["mm_token_type_ids"] = kinds.int()
     with torch.no_grad():
         out = model.generate(
             input_ids=ids,
@@ -73,3 +85,51 @@ def greedy(
         )
     scores = torch.stack([torch.log_softmax(s[0], -1) for s in out.scores])
     return out.sequences[0, ids.shape[1] :].tolist(), scores.numpy()
+
+
+def _with_videos(
+    model: Any,
+    tokenizer: Any,
+    processor: Any,
+    text: str,
+    videos: Sequence[Sequence[Image.Image]],
+    fps: float,
+    max_pixels: int,
+) -> tuple[str, dict[str, Any]]:
+    """The text with every video's tokens, and the model's arguments for the videos."""
+    pad = tokenizer.convert_ids_to_tokens(model.config.video_token_id)
+    pieces = text.split(pad)
+    assert len(pieces) == len(videos) + 1
+    values, grids, text = [], [], pieces[0]
+    for frames, piece in zip(videos, pieces[1:], strict=True):
+        pixels, (_, height, width) = _video_pixels(processor, frames, max_pixels)
+        values.append(pixels)
+        grids.append((len(frames) // 2, height, width))
+        run = pad * (height * width // 4)
+        if model.config.model_type.startswith("qwen3"):
+            for i in range(0, len(frames), 2):
+                seconds = (i / fps + (i + 1) / fps) / 2
+                text += f"<{seconds:.1f} seconds><|vision_start|>{run}<|vision_end|>"
+        else:
+            text += run * (len(frames) // 2)
+        text += piece
+    arguments: dict[str, Any] = {
+        "pixel_values_videos": torch.tensor(np.concatenate(values)),
+        "video_grid_thw": torch.tensor(grids),
+    }
+    if model.config.model_type == "qwen2_5_vl":
+        arguments["second_per_grid_ts"] = [2 / fps] * len(videos)
+    return text, arguments
+
+
+def _video_pixels(
+    processor: Any, frames: Sequence[Image.Image], max_pixels: int
+) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """Patches of each pair of frames, columns channel, time, y, x."""
+    size = {"shortest_edge": processor.size["shortest_edge"], "longest_edge": max_pixels}
+    out = processor(images=list(frames), return_tensors="np", size=size)
+    side = processor.patch_size**2
+    # a picture is the same frame twice: of the first frame its first half, of the second its second
+    halves = out["pixel_values"].reshape(len(frames), -1, 3, 2, side)
+    pairs = np.stack([halves[::2, :, :, 0], halves[1::2, :, :, 1]], axis=3)
+    return pairs.reshape(-1, 3 * 2 * side), tuple(map(int, out["image_grid_thw"][0]))

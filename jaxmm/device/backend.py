@@ -3,6 +3,7 @@
 Chosen once, when the engine starts; models ask for neither.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def settle_backend(
 
     Args:
         kernels: The setting; "auto" is Pallas on TPUs, for models that the kernels can take.
-        tensor_parallel: Chips that the model is split over.
+        tensor_parallel: Chips that the model is split over; 0: as many as there are and it can be.
         model: Its dimensions.
         dtype: Of weights, KV and arena.
 
@@ -83,7 +84,13 @@ def settle_backend(
         ConfigError: What was asked for cannot run here; the text says why.
     """
     platform = jax.default_backend()
-    mesh = None if tensor_parallel == 1 else _mesh(tensor_parallel, model)
+    num_chips = tensor_parallel or _most_chips(model)
+    if jax.process_count() > 1 and num_chips != jax.device_count():
+        raise ConfigError(
+            f"tensor_parallel={num_chips} and the {jax.process_count()} processes of the pod have "
+            f"{jax.device_count()} chips; a pod uses all of them"
+        )
+    mesh = None if num_chips == 1 else _mesh(num_chips, model)
     if kernels == "pallas" and platform != "tpu":
         raise ConfigError(
             f"kernels='pallas' needs a TPU and this machine has a {platform}; use 'auto'"
@@ -143,6 +150,35 @@ def check_sizes(
         )
 
 
+def spread_kv_heads(model: ModelConfig, num_chips: int) -> ModelConfig:
+    """Where there are more chips than KV heads, each head stands on several chips."""
+    text = model.text
+    if num_chips <= text.num_kv_heads:
+        return model
+    copies = num_chips // text.num_kv_heads
+    spread = dataclasses.replace(text, num_kv_heads=num_chips, kv_copies=copies)
+    return dataclasses.replace(model, text=spread)
+
+
+def _most_chips(model: ModelConfig) -> int:
+    """The most chips of those there are that a model can be split over."""
+    return max(n for n in range(1, jax.device_count() + 1) if not any(_rests(model, n)))
+
+
+def _rests(model: ModelConfig, num_chips: int) -> Iterator[str]:
+    """What of a model cannot be split over so many chips."""
+    text = model.text
+    if text.num_kv_heads % num_chips and num_chips % text.num_kv_heads:
+        yield f"{text.num_kv_heads} KV heads, nor they it"
+    for value, name in (
+        (text.num_heads, "query heads"),
+        (text.mlp_width, "MLP channels"),
+        (text.vocab_size, "vocabulary entries"),
+    ):
+        if value % num_chips:
+            yield f"{value} {name}"
+
+
 def _mesh(num_chips: int, model: ModelConfig) -> Mesh:
     """A mesh over the first devices, all of them along `model`."""
     devices = jax.devices()
@@ -151,16 +187,8 @@ def _mesh(num_chips: int, model: ModelConfig) -> Mesh:
             f"tensor_parallel={num_chips} and this machine has {len(devices)} "
             f"{devices[0].platform} device(s)"
         )
-    text = model.text
-    for value, name in (
-        (text.num_kv_heads, "KV heads"),
-        (text.mlp_width, "MLP channels"),
-        (text.vocab_size, "vocabulary entries"),
-    ):
-        if value % num_chips:
-            raise ConfigError(
-                f"tensor_parallel={num_chips} does not divide the model's {value} {name}"
-            )
+    for rest in _rests(model, num_chips):
+        raise ConfigError(f"tensor_parallel={num_chips} does not divide the model's {rest}")
     return jax.make_mesh(
         (num_chips,),
         ("model",),

@@ -132,8 +132,7 @@ class Executables:
     def _path(self, key: Key) -> Path | None:
         if self._directory is None:
             return None
-        source = _source_digest(tuple(jaxmm.models.__path__))
-        text = f"{key}|{self._fingerprint}|{_machine()}|{source}"
+        text = f"{key}|{self._fingerprint}|{_machine()}|{source_digest()}"
         return self._directory / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.exe"
 
 
@@ -177,7 +176,9 @@ def _machine() -> str:
     """Versions, flags, devices and processor."""
     flags = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
     devices = ",".join(f"{d.platform}:{d.device_kind}" for d in jax.devices())
-    return f"{jax.__version__}|{jaxlib.version.__version__}|{flags}|{devices}|{_processor()}"
+    versions = f"{jax.__version__}|{jaxlib.version.__version__}"
+    place = f"{jax.process_index()} of {jax.process_count()}"
+    return f"{versions}|{flags}|{devices}|{place}|{_processor()}"
 
 
 def _processor() -> str:
@@ -191,9 +192,13 @@ def _processor() -> str:
     )
 
 
-@functools.cache
-def _source_digest(families: tuple[str, ...]) -> str:
+def source_digest() -> str:
     """Digest of all source that is traced, the folders with model families among it."""
+    return _digest_of(tuple(jaxmm.models.__path__))
+
+
+@functools.cache
+def _digest_of(families: tuple[str, ...]) -> str:
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for place in [*(root / name for name in _TRACED), *map(Path, families)]:

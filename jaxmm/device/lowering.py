@@ -16,8 +16,9 @@ from jaxmm.device import steps
 from jaxmm.device.backend import Backend
 from jaxmm.device.executables import Key, Lower
 from jaxmm.device.kv import KV_POOL, pool_shape
+from jaxmm.device.lane import Lane
 from jaxmm.device.sampling import init_state
-from jaxmm.device.sharding import WHOLE, param_spec
+from jaxmm.device.sharding import PATCHES, WHOLE, param_spec
 from jaxmm.host.batch import StepLayout
 from jaxmm.host.grammar import mask_words
 from jaxmm.host.lanes import MERGED_PATCHES
@@ -57,7 +58,7 @@ class Lowering:
             twin: The step of one token takes the decoder's `twin`.
         """
         self._vision = model.vision
-        self._width = model.text.width
+        self._row_width = model.text.row_width
         self._sizes = sizes
         self._backend = backend
         self.params: steps.Params = param_shapes(
@@ -68,7 +69,11 @@ class Lowering:
         self.kv_pages = tuple(
             self._shape(*pool, dtype=dtype, spec=KV_POOL) for _ in range(model.text.num_layers)
         )
-        row = row_shape(model.text.width, implementation=backend.kernels)
+        row = row_shape(
+            model.text.width,
+            levels=1 + model.text.deepstack_levels,
+            implementation=backend.kernels,
+        )
         self.arena = self._shape(sizes.num_rows + 1, *row, dtype=dtype)
         self.state = jax.tree.map(
             lambda x: self._shape(*x.shape, dtype=x.dtype),
@@ -120,12 +125,18 @@ class Lowering:
     def encode(self, rung: int) -> jax.stages.Lowered:
         """Lower the encode step of a bucket of patches."""
         vision, shape = self._vision, self._shape
-        lane = steps.Lane(
-            shape(rung, vision.patch_values, dtype=jnp.uint8),
-            shape(rung, 2),
-            shape(rung),
-            shape(rung) if vision.window_patches else None,
-            shape(rung // MERGED_PATCHES),
+        patches = shape(
+            rung, vision.patch_values, dtype=jnp.uint8, spec=patch_spec(rung, self._backend)
+        )
+        lane = Lane(
+            patches_NU=patches,
+            later_NU=patches,
+            any_later=shape(dtype=jnp.bool_),
+            coords_N2=shape(rung, 2),
+            segment_N=shape(rung),
+            window_N=shape(rung) if vision.window_patches else None,
+            size_N2=shape(rung, 2) if vision.position_side else None,
+            slot_M=shape(rung // MERGED_PATCHES),
         )
         return steps.encode_step.lower(
             self._encoder, self._backend, self.params["vision"], self.arena, lane
@@ -136,7 +147,7 @@ class Lowering:
         return steps.upload_step.lower(
             self._backend,
             self.arena,
-            self._shape(UPLOAD_ROWS, self._width, dtype=jnp.float32),
+            self._shape(UPLOAD_ROWS, self._row_width, dtype=jnp.float32),
             self._shape(UPLOAD_ROWS),
         )
 
@@ -156,3 +167,9 @@ class Lowering:
 
     def _shape(self, *dims: int, dtype: DTypeLike = jnp.int32, spec: PartitionSpec = WHOLE) -> Any:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self._backend.sharding(spec))
+
+
+def patch_spec(num_patches: int, backend: Backend) -> PartitionSpec:
+    """How a lane's patches lie on their way in: whole on one host, in parts on several."""
+    one_host = jax.process_count() == 1
+    return WHOLE if one_host or num_patches % backend.num_shards else PATCHES

@@ -1,5 +1,6 @@
 """Holds what lives on the device, and runs the steps on it. Host only, but for what it holds."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,8 +13,9 @@ from jax.typing import DTypeLike
 from jaxmm.device import steps
 from jaxmm.device.backend import Backend
 from jaxmm.device.executables import Executables
+from jaxmm.device.lane import Lane
 from jaxmm.device.ledger import CompileLedger
-from jaxmm.device.lowering import PRIME_IDS, UPLOAD_ROWS, Lowering
+from jaxmm.device.lowering import PRIME_IDS, UPLOAD_ROWS, Lowering, patch_spec
 from jaxmm.device.sampling import Sampled
 from jaxmm.device.sharding import WHOLE, param_spec
 from jaxmm.host.batch import StepBatch, StepLayout
@@ -112,8 +114,29 @@ class Runner:
     def encode(self, lane: EncodeBatch) -> None:
         """Encode a lane into the arena."""
         run = self._executables["encode", lane.patches.shape[0]]
-        arrays = (lane.patches, lane.coords, lane.segment, lane.window, lane.slots)
-        self._arena = run(self._params["vision"], self._arena, steps.Lane(*self._put(arrays)))
+        rest = (lane.coords, lane.segment, lane.window, lane.sizes, lane.slots)
+        spec = patch_spec(lane.patches.shape[0], self._backend)
+        patches, any_later = (
+            self._put(lane.patches, spec),
+            self._put(np.bool_(lane.later is not None)),
+        )
+        # without video the second frames are never read: no second array crosses
+        later = patches if lane.later is None else self._put(lane.later, spec)
+        placed = Lane(patches, later, any_later, *self._put(rest))
+        self._arena = run(self._params["vision"], self._arena, placed)
+
+    def patch_rows(self, shape: tuple[int, ...]) -> dict[int, list[slice]]:
+        """Rows of a lane's patches that the chips of each process take, by process id."""
+        sharding = self._backend.sharding(patch_spec(shape[0], self._backend))
+        assert sharding is not None, "many processes have a mesh"
+        rows: dict[int, list[slice]] = {}
+        device: Any
+        for device, block in sharding.devices_indices_map(shape).items():
+            start, stop, _ = block[0].indices(shape[0])
+            mine = rows.setdefault(device.process_index, [])
+            if slice(start, stop) not in mine:
+                mine.append(slice(start, stop))
+        return rows
 
     def upload(self, rows: npt.NDArray[np.float32], slots: npt.NDArray[np.int32]) -> None:
         """Put rows that a caller gave, float32[M, D], into the arena's slots, however many."""
@@ -174,7 +197,11 @@ class Runner:
         return sampled._replace(token_B=jax.device_get(sampled.token_B))
 
     def _put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
-        return jax.device_put(tree, self._backend.sharding(spec))
+        """Send arrays to the chips; those of other processes get theirs from there."""
+        sharding = self._backend.sharding(spec)
+        if sharding is None or sharding.is_fully_addressable:
+            return jax.device_put(tree, sharding)
+        return jax.tree.map(partial(_own_parts, sharding=sharding), tree)
 
     def param_sharding(self, path: ParameterPath) -> NamedSharding | None:
         """Where the parameter at a path lies; None: on the one device."""
@@ -183,6 +210,14 @@ class Runner:
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+
+
+def _own_parts(array: Any, sharding: NamedSharding) -> jax.Array:
+    """An array of all processes, each of which has the parts of its own chips."""
+    value = np.asarray(array)
+    places = sharding.addressable_devices_indices_map(value.shape)
+    parts = [jax.device_put(value[block], device) for device, block in places.items()]
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
 
 
 def _padded(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:

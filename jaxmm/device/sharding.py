@@ -20,6 +20,11 @@ WHOLE = PartitionSpec()
 """On every chip, whole."""
 
 
+PATCHES = PartitionSpec("model")
+"""Patches of a lane on their way to the chips of several hosts: each host has only its part of
+them, and the chips put them together, faster than the hosts could send them to each other."""
+
+
 def spec_of(letters: str) -> PartitionSpec:
     """How an array with these axes is split; the first letter of a mesh axis takes it.
 

@@ -7,16 +7,18 @@ can therefore never compile by accident. `Executables` keeps the executables and
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jaxtyping import Float, Int32, UInt8, UInt32
+from jaxtyping import Float, Int32, UInt32
 
 from jaxmm.device.backend import Backend
+from jaxmm.device.image_rows import ImageRows
 from jaxmm.device.kv import KVPages, PagedAttention
+from jaxmm.device.lane import Lane
 from jaxmm.device.sampling import (
     Sampled,
     SampleParams,
@@ -28,23 +30,13 @@ from jaxmm.device.sampling import (
 from jaxmm.device.sharding import WHOLE
 from jaxmm.host.batch import FLOAT_FIELDS, StepLayout
 from kernels_pallas.ragged_paged_attention import Ragged
-from kernels_pallas.scatter_rows import scatter_rows, write_rows
+from kernels_pallas.scatter_rows import write_rows
 
 Params = Mapping[str, Any]
 
 MAX_SAMPLE_GROUP = 16
 PALLAS_SAMPLE_GROUP = 128
 """On a TPU a row more costs little beside reading the head."""
-
-
-class Lane(NamedTuple):
-    """Device form of `jaxmm.host.lanes.EncodeBatch`."""
-
-    patches_NU: UInt8[Array, "N U"]
-    coords_N2: Int32[Array, "N 2"]
-    segment_N: Int32[Array, " N"]
-    window_N: Int32[Array, " N"] | None
-    slot_M: Int32[Array, " M"]
 
 
 def _encode_step(
@@ -62,9 +54,9 @@ def _encode_step(
 
     def encode(params: Params, arena: Array, lane: Lane) -> Array:
         vision = nnx.merge(encoder, params)
-        rows_MD = vision(lane.patches_NU, lane.coords_N2, lane.segment_N, lane.window_N)
+        rows_MX = vision(lane)
         with jax.named_scope("arena"):
-            return write_rows(arena, rows_MD, lane.slot_M, implementation=backend.kernels)
+            return write_rows(arena, rows_MX, lane.slot_M, implementation=backend.kernels)
 
     return backend.per_chip(encode, WHOLE, WHOLE)(params, arena, lane)
 
@@ -72,7 +64,7 @@ def _encode_step(
 def _upload_step(
     backend: Backend,
     arena: Float[Array, "R ..."],
-    rows_MD: Float[Array, "M D"],
+    rows_MX: Float[Array, "M X"],
     slot_M: Int32[Array, " M"],
 ) -> Float[Array, "R ..."]:
     """Put rows that a caller gave into the arena.
@@ -80,7 +72,7 @@ def _upload_step(
     Static: backend. Donated: arena. M is always the same; the arena's last row takes the filler.
     """
     put = partial(write_rows, implementation=backend.kernels)
-    return backend.per_chip(put, WHOLE, WHOLE)(arena, rows_MD, slot_M)
+    return backend.per_chip(put, WHOLE, WHOLE)(arena, rows_MX, slot_M)
 
 
 def _language_step(
@@ -105,9 +97,8 @@ def _language_step(
     with jax.named_scope("embed"):
         fed_T = state.last_B[jnp.maximum(step["feed_T"], 0)]
         ids_T = jnp.where(step["feed_T"] >= 0, fed_T, step["ids_T"])
-        put = partial(scatter_rows, implementation=backend.kernels)
-        text_TD = text.embed(ids_T).astype(kv_pages[0].dtype)
-        hidden_TD = backend.per_chip(put, WHOLE, WHOLE)(text_TD, arena, step["row_T"])
+        rows = ImageRows(arena, step["row_T"], backend)
+        hidden_TD = rows.into(text.embed(ids_T).astype(kv_pages[0].dtype))
     ragged = Ragged(
         num_decodes=step["num_decodes"],
         num_sequences=step["num_sequences"],
@@ -123,7 +114,7 @@ def _language_step(
         page_size=kv_pages[0].shape[2],
         backend=backend,
     )
-    hidden_TD, kv_pages = text(hidden_TD, step["positions_AT"], kv_pages, attention)
+    hidden_TD, kv_pages = text(hidden_TD, step["positions_AT"], kv_pages, attention, rows)
     with jax.named_scope("sample"):
         group = _sample_group(layout, backend)
         sampled = _sample(text.logits, hidden_TD, step, allowed_BO, state, group)

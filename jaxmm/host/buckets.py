@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from jaxmm.errors import ConfigError, MediaTooLarge
 
-_TOKEN_STEP = 64  # distance of token rungs from 128 up, on machines where padding is dear
+_DENSE_FROM = 128  # tokens from which rungs no longer double, on machines where padding is dear
+_FINE_STEP, _TOKEN_STEP = 32, 64  # their distance below _COARSE_FROM, and from there on
+_COARSE_FROM = 320
 _MIDDLE = 96  # a rung between 64 and 128
 _PATCH_ALIGN = 64  # a window of 8 x 8 patches
 _LARGE_LANE = 1024  # patches from which an eighth of padding would be felt
@@ -27,22 +29,23 @@ def token_rungs(low: int, high: int, *, dense: bool) -> tuple[int, ...]:
     Args:
         low: Lowest rung.
         high: Highest rung at least; rounded up to a rung.
-        dense: Rungs 64 apart from 128 up (for devices without idle compute); else powers of two.
+        dense: Rungs 32 apart from 128 up, 64 apart from 320 up (for devices without idle
+            compute); else powers of two.
     """
     rungs, rung = [], 1
     while rung < low:
         rung *= 2
-    while rung < high and not (dense and rung >= 2 * _TOKEN_STEP):
+    while rung < high and not (dense and rung >= _DENSE_FROM):
         rungs.append(rung)
         rung *= 2
-    if dense and rung >= 2 * _TOKEN_STEP:
-        if low <= _MIDDLE:
-            rungs.append(_MIDDLE)
-        if high > _MIDDLE:
-            top = max(rung, round_up(high, _TOKEN_STEP))
-            rungs.extend(range(rung, top + 1, _TOKEN_STEP))
-    else:
+    if dense and low <= _MIDDLE and high > _DENSE_FROM // 2:
+        rungs.append(_MIDDLE)
+    if not (dense and rung >= _DENSE_FROM):
         rungs.append(rung)
+    elif high > _MIDDLE:
+        rungs.append(rung)
+        while rungs[-1] < high:
+            rungs.append(rungs[-1] + (_FINE_STEP if rungs[-1] < _COARSE_FROM else _TOKEN_STEP))
     return tuple(sorted(set(rungs)))
 
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,13 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxmm.errors import ModelError, PlaceholderError, RequestError
+from jaxmm.host.item import Modality
 from jaxmm.host.messages import Turn, read_messages, read_text
 from jaxmm.host.special_tokens import SpecialTokens, unused_character
 from jaxmm.host.token_bytes import bytes_of_tokens
 from jaxmm.host.tool_turns import calls_as_text, tools_as_text
 from jaxmm.host.tools import read_tools, tools_text
 
-_DEFAULT_PLACEHOLDER = "<|image_pad|>"
+_PLACEHOLDERS = {Modality.IMAGE: "<|image_pad|>", Modality.VIDEO: "<|video_pad|>"}
+"""Spelling of the tokens that mark an item's place, where config.json does not name them."""
 _PROBE = "probe"
 
 
@@ -25,9 +27,9 @@ class EncodedChat(NamedTuple):
     """A rendered conversation, its images not yet expanded."""
 
     ids: npt.NDArray[np.int64]
-    """int64[T0]: one placeholder id for each image."""
+    """int64[T0]: one placeholder id for each image or video."""
     slots: npt.NDArray[np.int64]
-    """int64[I]: index into `ids` of each image's placeholder, in the order of the image parts."""
+    """int64[I]: index into `ids` of each item's placeholder, in the order of the parts."""
 
 
 class ChatTokenizer:
@@ -42,7 +44,7 @@ class ChatTokenizer:
         tokenizer: Any,
         *,
         template: str | None,
-        placeholder: str = _DEFAULT_PLACEHOLDER,
+        placeholders: Mapping[Modality, str] = _PLACEHOLDERS,
         eos_ids: Sequence[int] = (),
     ) -> None:
         """Take over a transformers tokenizer; its backend is changed and must not be shared.
@@ -50,7 +52,7 @@ class ChatTokenizer:
         Args:
             tokenizer: One with a `tokenizers` backend.
             template: Jinja source; None for a checkpoint without one.
-            placeholder: Spelling of the token that marks an image's place.
+            placeholders: Spelling of the token that marks an item's place, by what the item is.
             eos_ids: Ids that end an answer.
 
         Raises:
@@ -61,9 +63,14 @@ class ChatTokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._specials = SpecialTokens(_protect(self._backend, placeholder))
+        self._specials = SpecialTokens(_protect(self._backend, placeholders.values()))
         self._check_segmentation()
-        self.placeholder_id: int | None = self._specials.ids.get(placeholder)
+        self.placeholder_id: int | None = self._specials.ids.get(placeholders[Modality.IMAGE])
+        self._kinds: dict[int, Modality] = {
+            self._specials.ids[token]: kind
+            for kind, token in placeholders.items()
+            if token in self._specials.ids
+        }
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self.special_ids: frozenset[int] = frozenset(self._specials.ids.values())
         self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
@@ -90,12 +97,15 @@ class ChatTokenizer:
         except (OSError, ValueError) as e:
             raise ModelError(f"no tokenizer can be loaded from {str(directory)!r}: {e}") from e
         config = _read_json(directory / "config.json")
-        image_id = config.get("image_token_id")
-        placeholder = None if image_id is None else tokenizer.convert_ids_to_tokens(image_id)
+        placeholders = dict(_PLACEHOLDERS)
+        for kind in placeholders:
+            token_id = config.get(f"{kind.value}_token_id")
+            token = None if token_id is None else tokenizer.convert_ids_to_tokens(token_id)
+            placeholders[kind] = token or placeholders[kind]
         return cls(
             tokenizer,
             template=_find_template(directory, tokenizer),
-            placeholder=placeholder or _DEFAULT_PLACEHOLDER,
+            placeholders=placeholders,
             eos_ids=_find_eos_ids(directory, config, tokenizer),
         )
 
@@ -110,7 +120,7 @@ class ChatTokenizer:
                 that says nothing of tools or of calls is given them as text.
 
         Raises:
-            PlaceholderError: The template does not place each image once.
+            PlaceholderError: The template does not place each image and video once, in order.
             RequestError: No template, or messages that it cannot take.
         """
         if self._template is None:
@@ -130,11 +140,16 @@ class ChatTokenizer:
             [self._shielded(tool.definition, mark) for tool in listed],
         )
         ids, slots = self._encode(rendered, mark)
-        num_images = sum(part is None for turn in turns for part in turn.parts)
-        if len(slots) != num_images:
-            raise PlaceholderError(
-                f"the messages have {num_images} images and the chat template placed {len(slots)}"
-            )
+        wanted = [kind for turn in turns for kind in turn.modalities]
+        placed = [self._kinds[ids[slot]] for slot in slots]
+        for kind in _PLACEHOLDERS:
+            if placed.count(kind) != wanted.count(kind):
+                raise PlaceholderError(
+                    f"the messages have {wanted.count(kind)} {kind.value}s and the chat template "
+                    f"placed {placed.count(kind)}"
+                )
+        if placed != wanted:
+            raise PlaceholderError("the chat template changes the order of images and videos")
         return EncodedChat(np.array(ids, np.int64), np.array(slots, np.int64))
 
     def encode_text(self, text: str) -> npt.NDArray[np.int64]:
@@ -196,12 +211,15 @@ class ChatTokenizer:
         """Give the turn's content in a form that the template takes, the caller's if it does."""
         shielded = [None if p is None else self._specials.shield(p, mark) for p in turn.parts]
         if self._takes_parts and not (turn.is_string and self._takes_strings):
+            kinds = iter(turn.modalities)
             return [
-                {"type": "image"} if text is None else {"type": "text", "text": text}
+                {"type": next(kinds).value} if text is None else {"type": "text", "text": text}
                 for text in shielded
             ]
         if None in shielded:
-            raise RequestError("this model's chat template takes text alone; remove the images")
+            raise RequestError(
+                "this model's chat template takes text alone; remove the images and videos"
+            )
         return "".join(text for text in shielded if text is not None)
 
     def _render(self, turns: list[dict[str, Any]], tools: Sequence[Any] = ()) -> str:
@@ -269,7 +287,7 @@ class ChatTokenizer:
         for stretch, special in self._specials.cut(rendered):
             ids += self.encode_plain(stretch.replace(mark, ""))
             if special is not None:
-                if special == self.placeholder_id:
+                if special in self._kinds:
                     slots.append(len(ids))
                 ids.append(special)
         return ids, slots
@@ -288,12 +306,13 @@ class ChatTokenizer:
             raise ModelError("the tokenizer joins text with special tokens; jaxmm needs them apart")
 
 
-def _protect(backend: Any, placeholder: str) -> dict[str, int]:
-    """Make the placeholder a special token, and list all that have two characters or more."""
+def _protect(backend: Any, placeholders: Iterable[str]) -> dict[str, int]:
+    """Make placeholders special tokens, and list all that have two characters or more."""
     from tokenizers import AddedToken
 
-    if backend.token_to_id(placeholder) is not None:
-        backend.add_special_tokens([AddedToken(placeholder, special=True, normalized=False)])
+    for token in placeholders:
+        if backend.token_to_id(token) is not None:
+            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
     added = backend.get_added_tokens_decoder()
     return {t.content: i for i, t in added.items() if t.special and len(t.content) > 1}
 

@@ -1,4 +1,4 @@
-"""Pictures processed in processes of their own, patches back by shared memory. Host only.
+"""Pictures and videos processed in processes of their own, back by shared memory. Host only.
 
 A decoder reads what strangers send; a process of its own keeps its crashes, its memory and its
 GIL away from the engine. Each worker shares one anonymous segment with the parent for its whole
@@ -20,10 +20,11 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -31,12 +32,23 @@ import numpy.typing as npt
 
 from jaxmm import errors
 from jaxmm.errors import EngineStopped, MediaError, Overloaded
-from jaxmm.host.decode import Processed, Processor, process_image
+from jaxmm.host.decode import (
+    ClipTask,
+    Frames,
+    Processed,
+    ProcessedClip,
+    Processor,
+    process_clip,
+    process_image,
+)
 from jaxmm.host.decode_worker import NO_MEMORY, STATM, Setup
 from jaxmm.host.media import Limits, read_source
 from jaxmm.host.quarantine import Quarantine
+from jaxmm.host.video import Timing, VideoProcessor
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _EXIT_TIMEOUT_SECONDS = 5.0
 _GRACE_SECONDS = 1.0
@@ -55,6 +67,7 @@ class DecodePool:
         limits: Limits,
         workers: int = 0,
         *,
+        video: VideoProcessor | None = None,
         timeout_seconds: float = 30.0,
         memory_bytes: int = 0,
         quarantine_seconds: float = 600.0,
@@ -65,14 +78,17 @@ class DecodePool:
             processor: The model family's.
             limits: Of bytes and pixels before resizing.
             workers: Processes; 0: one for each two cores, at least one.
+            video: The model family's, if it takes videos.
             timeout_seconds: A picture within the limits takes a second or two; a worker that takes
                 longer than this is replaced.
             memory_bytes: What one worker may allocate for a picture; 0: room for the largest that
                 the limits let through.
             quarantine_seconds: How long a file is refused that a worker ended or hung on.
         """
-        memory_bytes = memory_bytes or _enough_memory(processor, limits)
-        self._setup = Setup(processor=processor, limits=limits, memory_bytes=memory_bytes)
+        memory_bytes = memory_bytes or _enough_memory(processor, video, limits)
+        self._setup = Setup(
+            processor=processor, video=video, limits=limits, memory_bytes=memory_bytes
+        )
         if not STATM.exists():
             logger.warning("decoding processes have no memory limit on this system")
         self._timeout_seconds = timeout_seconds
@@ -81,7 +97,7 @@ class DecodePool:
         self._lock = threading.Lock()
         self._closed = self._warned = False
         self._inline_count = 0
-        self._patience: WeakKeyDictionary[Future[Processed], _Patience] = WeakKeyDictionary()
+        self._patience: WeakKeyDictionary[Future[Any], _Patience] = WeakKeyDictionary()
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for _ in range(self._count):
             self._idle.put(self._start())
@@ -104,15 +120,26 @@ class DecodePool:
         Raises:
             EngineStopped: The pool is closed.
         """
+        patience = _Patience()
+        return self._begin(patience, self._process, source, min_pixels, max_pixels, patience)
+
+    def submit_clip(self, source: bytes | Frames, task: ClipTask) -> Future[ProcessedClip]:
+        """Process a video in a worker; one whose frames are decoded already, in a thread.
+
+        Returns, Raises: As `submit`.
+        """
+        patience = _Patience()
+        return self._begin(patience, self._process_clip, source, task, patience)
+
+    def _begin(self, patience: "_Patience", work: Callable[..., _T], *args: Any) -> Future[_T]:
         with self._lock:
             if self._closed:
                 raise EngineStopped("the decode pool is closed; make a new engine")
-            patience = _Patience()
-            future = self._threads.submit(self._process, source, min_pixels, max_pixels, patience)
+            future = self._threads.submit(work, *args)
             self._patience[future] = patience
             return future
 
-    def abandon(self, future: Future[Processed]) -> None:
+    def abandon(self, future: Future[Any]) -> None:
         """Cancel what has not begun, and give what has begun a second more.
 
         Most pictures take far less, and a worker that is ended takes longer to start anew.
@@ -137,13 +164,48 @@ class DecodePool:
         data = read_source(source, setup.limits)
         if not isinstance(data, bytes):  # decoded already, and resizing holds no GIL
             return process_image(data, setup.processor, setup.limits, min_pixels, max_pixels)
+        task = {"image": {"min_pixels": min_pixels, "max_pixels": max_pixels}}
+        answer, features = self._ask(task, data, patience)
+        return Processed(
+            features=features,
+            grid_thw=tuple(answer["grid_thw"]),
+            num_rows=answer["num_rows"],
+            identity=bytes.fromhex(answer["identities"][0]),
+        )
+
+    def _process_clip(
+        self, source: bytes | Frames, task: ClipTask, patience: "_Patience"
+    ) -> ProcessedClip:
+        setup = self._setup
+        files = [source] if isinstance(source, bytes) else list(source)
+        data = b"".join(file for file in files if isinstance(file, bytes))
+        if not all(isinstance(file, bytes) for file in files):  # decoded already
+            return process_clip(source, setup.video, setup.limits, task)
+        message = {
+            "clip": {**task.sampling._asdict(), "max_pixels": task.max_pixels},
+            "sizes": None if isinstance(source, bytes) else [len(file) for file in files],
+        }
+        answer, features = self._ask(message, data, patience)
+        seconds, step_seconds = answer["timing"]
+        return ProcessedClip(
+            features=features,
+            grid_thw=tuple(answer["grid_thw"]),
+            num_rows=answer["num_rows"],
+            identities=tuple(map(bytes.fromhex, answer["identities"])),
+            timing=Timing(tuple(seconds), step_seconds),
+        )
+
+    def _ask(
+        self, task: dict[str, Any], data: bytes, patience: "_Patience"
+    ) -> tuple[dict[str, Any], npt.NDArray[np.uint8]]:
+        """Have a worker process a file; its answer, and the patches."""
         self._quarantine.check(data)
         worker = self._idle.get()
         try:
             if not worker.is_alive:
                 worker = self._replace(worker)
             patience.start(self._timeout_seconds)
-            processed = worker.process(data, min_pixels, max_pixels, patience)
+            processed = worker.process(task, data, patience)
             if not worker.has_memory:
                 with self._lock:
                     self._inline_count += 1
@@ -155,7 +217,8 @@ class DecodePool:
             how = "took too long" if isinstance(error, TimeoutError) else "ended unexpectedly"
             self._quarantine.add(data)
             worker = self._replace(worker)
-            raise MediaError(f"the picture could not be decoded: its process {how}") from None
+            kind = "picture" if "image" in task else "video"
+            raise MediaError(f"the {kind} could not be decoded: its process {how}") from None
         finally:
             self._idle.put(worker)
 
@@ -205,8 +268,7 @@ class _Worker:
     """The parent's side of one worker: its process, socket and shared segment."""
 
     def __init__(self, setup: Setup) -> None:
-        processor = setup.processor
-        memory_fd = _segment(processor.max_patches * processor.num_values)
+        memory_fd = _segment(_patch_bytes(setup.processor, setup.video))
         parent_end, child_end = socket.socketpair()
         with child_end:
             self._process = _start_process(child_end.fileno(), memory_fd)
@@ -225,23 +287,17 @@ class _Worker:
         return self._memory is not None
 
     def process(
-        self, data: bytes, min_pixels: int | None, max_pixels: int | None, patience: _Patience
-    ) -> Processed:
-        """Have one picture processed; EOFError or OSError when the worker is lost."""
-        pixels = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-        self._connection.send_bytes(json.dumps(pixels).encode())
+        self, task: dict[str, Any], data: bytes, patience: _Patience
+    ) -> tuple[dict[str, Any], npt.NDArray[np.uint8]]:
+        """Have one file processed; EOFError or OSError when the worker is lost."""
+        self._connection.send_bytes(json.dumps(task).encode())
         self._connection.send_bytes(data)
         while not self._connection.poll(_GLANCE_SECONDS):
             patience.check()
-        answer = json.loads(self._connection.recv_bytes())
+        answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
         if "error" in answer:
             raise _ERRORS[answer["error"]](answer["message"])
-        return Processed(
-            features=self._features(tuple(answer["shape"]), answer["shared"]),
-            grid_thw=tuple(answer["grid_thw"]),
-            num_rows=answer["num_rows"],
-            identity=bytes.fromhex(answer["identity"]),
-        )
+        return answer, self._features(tuple(answer["shape"]), answer["shared"])
 
     def close(self) -> int:
         """Let the process end and give its resources back; its exit status."""
@@ -271,10 +327,15 @@ class _Worker:
         return features
 
 
-def _enough_memory(processor: Processor, limits: Limits) -> int:
-    """Bytes for the largest picture allowed, as four copies with transparency, and its patches."""
-    patches = processor.max_patches * processor.num_values
-    return 16 * limits.max_decode_pixels + 4 * patches + (256 << 20)
+def _patch_bytes(processor: Processor, video: VideoProcessor | None) -> int:
+    """Bytes of the patches of anything that is sent."""
+    largest = processor.max_patches * processor.num_values
+    return largest if video is None else max(largest, video.max_bytes)
+
+
+def _enough_memory(processor: Processor, video: VideoProcessor | None, limits: Limits) -> int:
+    """Bytes for the largest picture allowed, as four copies with transparency, and the patches."""
+    return 16 * limits.max_decode_pixels + 4 * _patch_bytes(processor, video) + (256 << 20)
 
 
 def _segment(num_bytes: int) -> int:

@@ -4,11 +4,14 @@ Started by `decode_pool` as `python -m jaxmm.host.decode_worker SOCKET_FD MEMORY
 pickled setup once, from its parent; what goes back is JSON and plain bytes, so that a picture
 which takes over this process cannot make the parent unpickle anything. It ends with its socket.
 
-    parent -> worker   setup; then per picture: JSON {min_pixels, max_pixels}, encoded bytes
-    worker -> parent   JSON {grid_thw, num_rows, identity, shape, shared} and, unless shared, the
-                       patches; or JSON {error, message}
+    parent -> worker   setup; then per picture: JSON {image: {min_pixels, max_pixels}}, encoded
+                       bytes; per video: JSON {clip: {fps, num_frames, max_pixels}, sizes}, the
+                       encoded bytes of the file, or of its frames (sizes tells each one's)
+    worker -> parent   JSON {grid_thw, num_rows, identities, timing, shape, shared} and, unless
+                       shared, the patches; or JSON {error, message}
 """
 
+import itertools
 import json
 import mmap
 import os
@@ -19,13 +22,22 @@ import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxmm.errors import RequestError
-from jaxmm.host.decode import Processed, Processor, process_image
+from jaxmm.host.decode import (
+    ClipTask,
+    Processed,
+    ProcessedClip,
+    Processor,
+    process_clip,
+    process_image,
+)
 from jaxmm.host.media import Limits
+from jaxmm.host.video import Sampling, VideoProcessor
 
 STATM = Path("/proc/self/statm")
 """Where Linux tells how many pages of address space a process has; elsewhere it has no limit."""
@@ -39,6 +51,7 @@ class Setup:
     """All that a worker must know; the first message on its socket, pickled."""
 
     processor: Processor
+    video: VideoProcessor | None
     limits: Limits
     memory_bytes: int
     """Address space that the worker may take beyond what it has before its first picture."""
@@ -82,12 +95,10 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def _answer(connection: Connection, memory: _Memory, setup: Setup) -> None:
-    pixels = json.loads(connection.recv_bytes())
+    task = json.loads(connection.recv_bytes())
     source = connection.recv_bytes()
     try:
-        processed = process_image(
-            source, setup.processor, setup.limits, **pixels, allocate=memory.allocate
-        )
+        processed = _process(task, source, setup, memory)
     except RequestError as error:
         _send(connection, {"error": type(error).__name__, "message": str(error)})
         return
@@ -97,11 +108,35 @@ def _answer(connection: Connection, memory: _Memory, setup: Setup) -> None:
         connection.send_bytes(processed.features.data.cast("B"))
 
 
-def _header(processed: Processed, shared: bool) -> dict[str, object]:
+def _process(
+    task: dict[str, Any], source: bytes, setup: Setup, memory: _Memory
+) -> Processed | ProcessedClip:
+    if "image" in task:
+        return process_image(
+            source, setup.processor, setup.limits, **task["image"], allocate=memory.allocate
+        )
+    clip = task["clip"]
+    wish = ClipTask(Sampling(clip["fps"], clip["num_frames"]), clip["max_pixels"])
+    content = source if task["sizes"] is None else _parts(source, task["sizes"])
+    return process_clip(content, setup.video, setup.limits, wish, allocate=memory.allocate)
+
+
+def _parts(source: bytes, sizes: list[int]) -> tuple[bytes, ...]:
+    """Cut a message into the files that it is made of."""
+    stops = list(itertools.accumulate(sizes))
+    return tuple(source[stop - size : stop] for stop, size in zip(stops, sizes, strict=True))
+
+
+def _header(processed: Processed | ProcessedClip, shared: bool) -> dict[str, object]:
+    if isinstance(processed, ProcessedClip):
+        identities, timing = processed.identities, processed.timing
+    else:
+        identities, timing = (processed.identity,), None
     return {
         "grid_thw": processed.grid_thw,
         "num_rows": processed.num_rows,
-        "identity": processed.identity.hex(),
+        "identities": [identity.hex() for identity in identities],
+        "timing": timing,
         "shape": processed.features.shape,
         "shared": shared,
     }

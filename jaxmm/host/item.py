@@ -1,5 +1,7 @@
-"""One image, video or audio clip of a request, and the prompt it stands in. Host only."""
+"""One image, or one time step of a video, of a request, and the prompt it stands in. Host only."""
 
+import hashlib
+import struct
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -36,7 +38,8 @@ class Item:
 
     modality: Modality
     features: npt.NDArray[np.uint8] | None
-    """uint8[N, U]: patches in encoder order, columns channel, y, x; not normalised."""
+    """uint8[N, U]: patches in encoder order, columns channel, y, x; not normalised. Of a step of a
+    video uint8[N, 2 * U]: its two frames."""
     embeddings: npt.NDArray[np.float32] | None
     """float32[M, D]: finished rows given by the caller."""
     grid_thw: tuple[int, int, int]
@@ -47,11 +50,33 @@ class Item:
     sentinels: tuple[int, int, int, int]
     offsets: tuple[Span, ...] = ()
     """Where the rows stand in the expanded prompt, ascending and disjoint."""
+    step: int = 0
+    """Which time step of its video; each is an item of its own."""
+    time: int | None = None
+    """M-RoPE time from the video's first step on; None: it is numbered as a picture is."""
+
+    @property
+    def continues(self) -> bool:
+        """Its positions count from where the first step of its video stands."""
+        return self.step > 0 and self.time is not None
+
+    @property
+    def mark(self) -> bytes:
+        """32 bytes for all that decides its tokens' KV behind an equal prefix: the content, and of
+        a later step of a video when it is."""
+        return mark_of(self.identity, self.step, self.time)
 
     @property
     def num_patches(self) -> int:
         t, h, w = self.grid_thw
         return t * h * w
+
+
+def mark_of(identity: bytes, step: int, time: int | None) -> bytes:
+    """See `Item.mark`; of a caller's hash in place of the identity likewise."""
+    if step == 0 or time is None:
+        return identity
+    return hashlib.sha256(b"jaxmm.step.1" + struct.pack("<q", time) + identity).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxmm.errors import MediaError
 from jaxmm.host.decodes import Found
-from jaxmm.host.media_map import Known
+from jaxmm.host.media_map import Known, KnownClip
 
 
 class KeptPicture:
@@ -19,7 +19,7 @@ class KeptPicture:
         self.source = source
         self.found: Found | None = None
         """What it is, while that is kept."""
-        self._known: Known | None = None
+        self._known: Known | KnownClip | None = None
 
     def take(self, found: Found) -> None:
         """Keep what the picture was processed to.

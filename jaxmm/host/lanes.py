@@ -37,12 +37,16 @@ class EncodeBatch:
 
     patches: npt.NDArray[np.uint8]
     """uint8[N, U], four consecutive patches to a row."""
+    later: npt.NDArray[np.uint8] | None
+    """uint8[N, U]: the second frame of each time step; None for a lane of still pictures."""
     coords: npt.NDArray[np.int32]
     """int32[N, 2]: row and column in the image's grid of patches."""
     segment: npt.NDArray[np.int32]
     """int32[N]: which frame of which item, from 0 up in lane order; -1 for padding."""
     window: npt.NDArray[np.int32] | None
     """int32[N]: which window of the frame, -1 for padding; None for a family without windows."""
+    sizes: npt.NDArray[np.int32] | None
+    """int32[N, 2]: height and width of each patch's frame, in patches; None if not asked for."""
     slots: npt.NDArray[np.int32]
     """int32[N // 4]: where each row goes in the arena; `drop_slot` for padding."""
     num_patches: int
@@ -82,35 +86,45 @@ def pack_lane(
     slots: Sequence[npt.NDArray[np.int32]],
     *,
     lane_patches: int,
+    patch_values: int,
     window_patches: int,
+    with_sizes: bool,
     drop_slot: int,
 ) -> EncodeBatch:
     """Pack items into a lane, one after the other.
 
     Args:
         features: For each item uint8[t*h*w, U], frame by frame, rows in raster order and the four
-            patches of a row together (the order of the Hugging Face processor).
+            patches of a row together (the order of the Hugging Face processor); of video
+            uint8[t*h*w, 2 * U], the first frame of a time step and then the second.
         grids: For each item its patches by (time, height, width).
         slots: For each item int32[t*h*w // 4], arena row of each of its rows in that order.
         lane_patches: N, at least the sum of `packed_patches`, a multiple of 64 with windows.
+        patch_values: U, values of one patch of one frame.
         window_patches: Patches of a full window; 0 for a family without windows.
+        with_sizes: Tell each patch the size of its frame, for learned positions.
         drop_slot: Slot of padding rows, out of the arena's range.
     """
+    any_later = any(item.shape[1] > patch_values for item in features)
     lane = EncodeBatch(
-        patches=np.zeros((lane_patches, features[0].shape[1]), np.uint8),
+        patches=np.zeros((lane_patches, patch_values), np.uint8),
+        later=np.zeros((lane_patches, patch_values), np.uint8) if any_later else None,
         coords=np.zeros((lane_patches, 2), np.int32),
         segment=np.full(lane_patches, -1, np.int32),
         window=np.full(lane_patches, -1, np.int32) if window_patches else None,
+        sizes=np.zeros((lane_patches, 2), np.int32) if with_sizes else None,
         slots=np.full(lane_patches // MERGED_PATCHES, drop_slot, np.int32),
         num_patches=sum(t * h * w for t, h, w in grids),
     )
     start = segment = 0
     for item, (t, h, w), item_slots in zip(features, grids, slots, strict=True):
         layout = _layout(h, w, window_patches)
-        frames = item.reshape(t, h * w // MERGED_PATCHES, -1)
+        frames = item.reshape(t, h * w, -1)
         for frame, frame_slots in zip(frames, item_slots.reshape(t, -1), strict=True):
             assert start + layout.num_patches <= lane_patches, "items exceed the lane"
             _write_frame(lane, start, segment, layout, frame, frame_slots)
+            if lane.sizes is not None:
+                lane.sizes[start : start + layout.num_patches] = (h, w)
             start += layout.num_patches
             segment += 1
     return lane
@@ -124,18 +138,28 @@ def _write_frame(
     frame: npt.NDArray[np.uint8],
     slots: npt.NDArray[np.int32],
 ) -> None:
-    """Write one frame (uint8[rows, 4 * U]) at patch `start` of the lane."""
+    """Write one time step (uint8[h*w, U] or uint8[h*w, 2 * U]) at patch `start` of the lane."""
     stop = start + layout.num_patches
     rows = slice(start // MERGED_PATCHES, stop // MERGED_PATCHES)
     real = layout.rows >= 0
-    # "clip" makes -1 read row 0, pixels that padding may hold, and lets take write in place
-    target = lane.patches[start:stop].reshape(len(real), -1)
-    np.take(frame, layout.rows, axis=0, out=target, mode="clip")
+    values = lane.patches.shape[1]
+    _write_pixels(lane.patches[start:stop], frame[:, :values], layout)
+    if lane.later is not None:  # a still picture is the same frame twice
+        _write_pixels(lane.later[start:stop], frame[:, -values:], layout)
     np.copyto(lane.slots[rows], slots.take(layout.rows, mode="clip"), where=real)
     np.copyto(lane.segment[start:stop], segment, where=np.repeat(real, MERGED_PATCHES))
     lane.coords[start:stop] = layout.coords
     if lane.window is not None:
         lane.window[start:stop] = layout.window
+
+
+def _write_pixels(
+    target: npt.NDArray[np.uint8], frame: npt.NDArray[np.uint8], layout: _Layout
+) -> None:
+    """Write one frame, uint8[h*w, U], in the order of its layout."""
+    rows = frame.reshape(len(frame) // MERGED_PATCHES, -1)
+    # "clip" makes -1 read row 0, pixels that padding may hold, and lets take write in place
+    np.take(rows, layout.rows, axis=0, out=target.reshape(len(layout.rows), -1), mode="clip")
 
 
 @lru_cache(maxsize=1024)

@@ -156,7 +156,13 @@ def _check_bytes(num_bytes: int, max_bytes: int) -> None:
         )
 
 
-def _check_pixels(width: int, height: int, limits: Limits) -> None:
+def check_pixels(width: int, height: int, limits: Limits) -> None:
+    """Refuse a picture or a frame by its size, before it is decoded.
+
+    Raises:
+        MediaError: No pixels.
+        MediaTooLarge: More than the limit.
+    """
     if width < 1 or height < 1:
         raise MediaError(f"the picture is {width} x {height} pixels; it needs at least one")
     if width * height > limits.max_decode_pixels:
@@ -184,12 +190,12 @@ def _from_array(array: npt.NDArray[Any], limits: Limits) -> Image.Image:
             f"a picture array has dtype uint8 and shape [height, width, 3]; "
             f"this one has {array.dtype} and {list(array.shape)}"
         )
-    _check_pixels(array.shape[1], array.shape[0], limits)
+    check_pixels(array.shape[1], array.shape[0], limits)
     return Image.fromarray(np.ascontiguousarray(array))
 
 
 def _decode(image: Image.Image, limits: Limits) -> Image.Image:
-    _check_pixels(*image.size, limits)
+    check_pixels(*image.size, limits)
     try:
         image.load()
         rgb = _to_rgb(image)

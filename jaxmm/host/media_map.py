@@ -4,10 +4,14 @@ import hashlib
 import struct
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from jaxmm.host.decode import ClipTask
+from jaxmm.host.video import Timing
 
 
 class Known(NamedTuple):
@@ -16,6 +20,37 @@ class Known(NamedTuple):
     identity: bytes
     grid_thw: tuple[int, int, int]
     num_rows: int
+
+
+class KnownClip(NamedTuple):
+    """The same of a video: of each of its time steps, and when they are shown."""
+
+    identities: tuple[bytes, ...]
+    grid_thw: tuple[int, int, int]
+    num_rows: int
+    """Of one step."""
+    timing: Timing
+
+
+def clip_key(
+    frames: Sequence[bytes | npt.NDArray[np.uint8]],
+    is_list: bool,
+    fingerprint: bytes,
+    task: ClipTask,
+    salt: str = "",
+) -> bytes:
+    """32 bytes: encoded video or its frames, processor, what the request wants, and tenant.
+
+    Args:
+        frames: A file's bytes alone, or each frame's bytes or pixels.
+        is_list: They are frames: one frame is not a file of the same bytes.
+        fingerprint: Of the processor.
+        task: Of the request.
+        salt: The tenant.
+    """
+    keys = [media_key(frame, fingerprint, (0, task.max_pixels), salt) for frame in frames]
+    wish = repr((is_list, task.sampling.fps, task.sampling.num_frames)).encode()
+    return hashlib.sha256(b"jaxmm.clip.1" + b"".join(keys) + wish).digest()
 
 
 def media_key(
@@ -52,12 +87,12 @@ class MediaMap:
     def __init__(self, capacity: int) -> None:
         """Keep at most `capacity` entries; 0 keeps none."""
         self._capacity = capacity
-        self._entries: OrderedDict[bytes, Known] = OrderedDict()
+        self._entries: OrderedDict[bytes, Known | KnownClip] = OrderedDict()
         self._lock = threading.Lock()
         self.num_hits = 0
         self.num_misses = 0
 
-    def get(self, key: bytes) -> Known | None:
+    def get(self, key: bytes) -> Known | KnownClip | None:
         """Look a picture up and make it the most recent."""
         with self._lock:
             known = self._entries.get(key)
@@ -68,7 +103,7 @@ class MediaMap:
             self._entries.move_to_end(key)
             return known
 
-    def put(self, key: bytes, known: Known) -> None:
+    def put(self, key: bytes, known: Known | KnownClip) -> None:
         """Remember a picture, and forget the least recent beyond the capacity."""
         with self._lock:
             self._entries[key] = known

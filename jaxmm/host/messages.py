@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxmm.errors import RequestError
+from jaxmm.host.item import Modality
 from jaxmm.host.tools import ToolCall, read_name
 
+_ITEMS = {m.value: m for m in (Modality.IMAGE, Modality.VIDEO)}
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -15,11 +17,13 @@ class Turn(NamedTuple):
 
     role: str
     parts: tuple[str | None, ...]
-    """A text, or None where an image stands."""
+    """A text, or None where an image or a video stands."""
     is_string: bool
     """The caller gave a plain string; `parts` holds just that."""
     calls: tuple[ToolCall, ...] = ()
     """Calls of tools that an assistant's turn made."""
+    modalities: tuple[Modality, ...] = ()
+    """Of each None among the parts, in their order."""
 
     @property
     def texts(self) -> list[str]:
@@ -54,8 +58,14 @@ def _read_turn(where: str, message: object) -> Turn:
         return Turn(role, (read_text(f"{where}.content", content),), True, calls)
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise RequestError(f"{where}.content is neither a string nor a list of parts")
-    parts = (_read_part(f"{where}.content[{i}]", part) for i, part in enumerate(content))
-    return Turn(role, tuple(parts), False, calls)
+    read = [_read_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
+    return Turn(
+        role,
+        tuple(None if isinstance(part, Modality) else part for part in read),
+        False,
+        calls,
+        tuple(part for part in read if isinstance(part, Modality)),
+    )
 
 
 def _read_calls(where: str, calls: object) -> tuple[ToolCall, ...]:
@@ -79,13 +89,14 @@ def _read_call(where: str, call: object) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _read_part(where: str, part: object) -> str | None:
-    if isinstance(part, Mapping) and part.get("type") == "image" and len(part) == 1:
-        return None
+def _read_part(where: str, part: object) -> str | Modality:
+    if isinstance(part, Mapping) and len(part) == 1 and part.get("type") in _ITEMS:
+        return _ITEMS[str(part["type"])]
     if isinstance(part, Mapping) and part.get("type") == "text" and set(part) == {"type", "text"}:
         return read_text(f"{where}.text", part["text"])
     raise RequestError(
-        f'{where} must be {{"type": "text", "text": "..."}} or {{"type": "image"}} and no more'
+        f'{where} must be {{"type": "text", "text": "..."}}, {{"type": "image"}} or '
+        '{"type": "video"}, and no more'
     )
 
 

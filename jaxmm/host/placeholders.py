@@ -21,23 +21,65 @@ PositionsFn = Callable[[int, Sequence[Item]], tuple[npt.NDArray[np.int32], int]]
 """(T, items with offsets) -> (int32[3, T] positions, delta); the model family's."""
 
 
+_NOTHING: Ids = np.zeros(0, np.int64)
+
+
 def find_slots(ids: npt.NDArray[np.integer], placeholder_id: int) -> Ids:
     """int64[I]: where one placeholder stands for each item."""
     return np.flatnonzero(np.asarray(ids) == placeholder_id)
 
 
-def check_slots(ids: npt.NDArray[np.integer], slots: npt.ArrayLike, placeholder_id: int) -> None:
-    """Refuse ids whose placeholders are not exactly the slots.
+def check_slots(ids: npt.NDArray[np.integer], slots: npt.ArrayLike, *placeholder_ids: int) -> None:
+    """Refuse ids whose placeholders, of any of the kinds, are not exactly the slots.
 
     Raises:
         PlaceholderError: Names both counts; a placeholder outside the slots would be read as text.
     """
-    found = find_slots(ids, placeholder_id)
+    found = np.flatnonzero(np.isin(np.asarray(ids), placeholder_ids))
     if not np.array_equal(found, np.asarray(slots, np.int64)):
         raise PlaceholderError(
-            f"the prompt has {found.size} placeholders (id {placeholder_id}) for "
+            f"the prompt has {found.size} placeholders "
+            f"(id {' or '.join(map(str, placeholder_ids))}) for "
             f"{np.size(slots)} items; it needs one for each item, in place, and none in the text"
         )
+
+
+def unfold(
+    ids: npt.NDArray[np.integer],
+    slots: npt.ArrayLike,
+    steps: Sequence[Sequence[tuple[Ids, Ids]] | None],
+) -> tuple[Ids, Ids]:
+    """Give each time step of each video a placeholder of its own, with what stands around it.
+
+    Args:
+        ids: int[T0], one placeholder for each picture and each video.
+        slots: int[I]: index of each in `ids`, ascending.
+        steps: For each slot None for a picture; for a video what stands before and after the
+            placeholder of each of its steps.
+
+    Returns:
+        int64 ids and int64 slots, with one placeholder for each picture and each step.
+    """
+    source = np.asarray(ids, np.int64)
+    pieces: list[Ids] = []
+    found: list[int] = []
+    start = length = 0
+
+    def add(piece: Ids) -> None:
+        nonlocal length
+        pieces.append(piece)
+        length += len(piece)
+
+    for slot, around in zip(np.asarray(slots, np.int64).tolist(), steps, strict=True):
+        add(source[start:slot])
+        for before, after in ((_NOTHING, _NOTHING),) if around is None else around:
+            add(before)
+            found.append(length)
+            add(source[slot : slot + 1])
+            add(after)
+        start = slot + 1
+    add(source[start:])
+    return np.concatenate(pieces), np.array(found, np.int64)
 
 
 def expand_slots(

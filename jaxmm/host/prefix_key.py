@@ -20,7 +20,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class Mark(NamedTuple):
-    """Tokens `[start, stop)` of a prompt belong to the item of this identity."""
+    """Tokens `[start, stop)` of a prompt belong to the item of this mark (`Item.mark`)."""
 
     start: int
     stop: int
@@ -35,7 +35,7 @@ _start, _stop = attrgetter("start"), attrgetter("stop")
 
 def marks_of(items: Sequence[Item]) -> Marks:
     """List every span of every item, in the order of the prompt."""
-    return tuple(sorted(Mark(*span, item.identity) for item in items for span in item.offsets))
+    return tuple(sorted(Mark(*span, item.mark) for item in items for span in item.offsets))
 
 
 def clip(marks: Marks, start: int, stop: int) -> Marks:

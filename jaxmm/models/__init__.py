@@ -90,7 +90,7 @@ def read_config(directory: str | Path) -> "ModelConfig":
     Raises:
         ModelError: No config.json, an unknown `model_type`, or a setting that jaxmm does not have.
     """
-    from jaxmm.models.config import read_json
+    from jaxmm.models.json_files import read_json
 
     raw = read_json(Path(directory) / "config.json")
     module = family_module(str(raw.get("model_type")), "config")

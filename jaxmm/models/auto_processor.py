@@ -161,7 +161,7 @@ class AutoImageProcessor:
         self, num_tokens: int, items: Sequence[Item]
     ) -> tuple[npt.NDArray[np.int32], int]:
         """M-RoPE positions int32[3, T] of a prompt with its items, and the delta after it."""
-        return mrope.image_positions(num_tokens, items, self.merge_size)
+        return mrope.item_positions(num_tokens, items, self.merge_size)
 
     def _process(self, image: Any, lower: int, upper: int) -> tuple[npt.NDArray[Any], Grid]:
         """Values [N, U] and the grid."""

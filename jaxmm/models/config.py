@@ -5,13 +5,13 @@ as `rope_scaling` next to `rope_theta` or together in `rope_parameters`; a key t
 default of its transformers class may be missing, so each family passes those defaults.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxmm.errors import ModelError
+from jaxmm.models.json_files import read_json
 from jaxmm.models.tensor_files import tensor_files
 
 Raw = Mapping[str, Any]
@@ -35,6 +35,30 @@ class TextConfig:
     """Frequencies turned by time, height, width; their sum is half the head channels."""
     tied: bool
     """The output head is the embedding."""
+    kv_copies: int = 1
+    """How often each KV head of the checkpoint stands; `num_kv_heads` counts all of them."""
+    deepstack_levels: int = 0
+    """Layers, from the first, after which image tokens get another level of their rows added."""
+    num_experts: int = 0
+    """0: every layer has one MLP."""
+    experts_per_token: int = 0
+    expert_width: int = 0
+    dense_layers: tuple[int, ...] = ()
+    """Layers with one MLP of `mlp_width` in a model that has experts."""
+
+    @property
+    def stored_kv_heads(self) -> int:
+        """KV heads of the checkpoint."""
+        return self.num_kv_heads // self.kv_copies
+
+    @property
+    def row_width(self) -> int:
+        """Values of an arena row: one embedding, and one more for each deepstack level."""
+        return self.width * (1 + self.deepstack_levels)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of a layer is a choice among experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +83,10 @@ class VisionConfig:
     image_mean: tuple[float, ...]
     """Per channel, for pixels scaled to [0, 1]."""
     image_std: tuple[float, ...]
+    position_side: int = 0
+    """Side of the square table of learned positions; 0: the family has none."""
+    deepstack_layers: tuple[int, ...] = ()
+    """Layers whose output becomes one more level of the rows."""
 
     @property
     def head_channels(self) -> int:
@@ -89,23 +117,6 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     max_position: int
     """Positions that the decoder was trained for."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        ModelError: The file is missing or holds no JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{str(path)!r} does not exist; is it a checkpoint directory?") from None
-    except ValueError as e:
-        raise ModelError(f"{str(path)!r} is not valid JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise ModelError(f"{str(path)!r} holds a {type(value).__name__}, not an object")
-    return value
 
 
 def integer(raw: Raw, key: str, default: int, *, least: int = 1) -> int:
@@ -157,12 +168,8 @@ def read_text_config(directory: Path, raw: Raw) -> TextConfig:
     num_kv_heads = integer({"num_key_value_heads": 8, **text}, "num_key_value_heads", num_heads)
     if width % num_heads:
         raise ModelError(f"config.json: hidden_size={width} is no multiple of {num_heads} heads")
-    if num_heads % num_kv_heads:
-        raise ModelError(
-            f"config.json: {num_heads} query heads are no multiple of {num_kv_heads} "
-            "key and value heads"
-        )
-    theta, section = _read_rope(text, head_channels=width // num_heads)
+    check_heads(num_heads, num_kv_heads)
+    theta, section = read_rope(text, head_channels=width // num_heads)
     return TextConfig(
         vocab_size=integer(text, "vocab_size", 152064),
         width=width,
@@ -174,17 +181,32 @@ def read_text_config(directory: Path, raw: Raw) -> TextConfig:
         rms_eps=number(text, "rms_norm_eps", 1e-5),
         rope_theta=theta,
         mrope_section=section,
-        tied=_tied(directory, raw, text),
+        tied=is_tied(directory, raw, text),
     )
 
 
-def _read_rope(text: Raw, head_channels: int) -> tuple[float, tuple[int, int, int]]:
+def check_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Refuse query heads that cannot share key and value heads evenly."""
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"config.json: {num_heads} query heads are no multiple of {num_kv_heads} "
+            "key and value heads"
+        )
+
+
+def read_rope(
+    text: Raw,
+    head_channels: int,
+    *,
+    default_theta: float = 1e6,
+    default_section: tuple[int, int, int] = (16, 24, 24),
+) -> tuple[float, tuple[int, int, int]]:
     """Theta and sections, from `rope_parameters` or from `rope_scaling` and `rope_theta`."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     for key in ("type", "rope_type"):
         require(rope, key, ("mrope", "default"))
-    theta = number(rope, "rope_theta", number(text, "rope_theta", 1e6))
-    section = integers(rope, "mrope_section", (16, 24, 24))
+    theta = number(rope, "rope_theta", number(text, "rope_theta", default_theta))
+    section = integers(rope, "mrope_section", default_section)
     if len(section) != 3 or 2 * sum(section) != head_channels:
         raise ModelError(
             f"config.json: mrope_section={list(section)} is not three numbers whose sum is "
@@ -193,7 +215,7 @@ def _read_rope(text: Raw, head_channels: int) -> tuple[float, tuple[int, int, in
     return theta, (section[0], section[1], section[2])
 
 
-def _tied(directory: Path, raw: Raw, text: Raw) -> bool:
+def is_tied(directory: Path, raw: Raw, text: Raw) -> bool:
     """Whether the head is the embedding. The files decide: the flag is wrong in some re-uploads."""
     names = tensor_files(directory)
     if names:
@@ -212,9 +234,15 @@ def read_eos_token_ids(directory: Path, raw: Raw) -> tuple[int, ...]:
     return (151645,)
 
 
-def read_model_config(directory: Path, family: str, vision: VisionConfig, raw: Raw) -> ModelConfig:
-    """Everything but the vision dimensions, which differ by family."""
-    text = read_text_config(directory, raw)
+def read_model_config(
+    directory: Path,
+    text: TextConfig,
+    vision: VisionConfig,
+    raw: Raw,
+    *,
+    default_positions: int = 32768,
+) -> ModelConfig:
+    """A whole model, from its two parts and the keys that all families have alike."""
     if vision.width % vision.num_heads:
         raise ModelError(
             f"config.json: vision width {vision.width} is no multiple of {vision.num_heads} heads"
@@ -225,7 +253,7 @@ def read_model_config(directory: Path, family: str, vision: VisionConfig, raw: R
             f"the decoder takes {text.width}"
         )
     return ModelConfig(
-        family=family,
+        family=str(raw["model_type"]),
         text=text,
         vision=vision,
         image_token_id=integer(raw, "image_token_id", 151655, least=0),
@@ -233,16 +261,25 @@ def read_model_config(directory: Path, family: str, vision: VisionConfig, raw: R
         vision_start_token_id=integer(raw, "vision_start_token_id", 151652, least=0),
         vision_end_token_id=integer(raw, "vision_end_token_id", 151653, least=0),
         eos_token_ids=read_eos_token_ids(directory, raw),
-        max_position=integer(raw.get("text_config") or raw, "max_position_embeddings", 32768),
+        max_position=integer(
+            raw.get("text_config") or raw, "max_position_embeddings", default_positions
+        ),
     )
 
 
-def read_normalisation(directory: Path) -> dict[str, tuple[float, ...]]:
-    """`image_mean` and `image_std` of preprocessor_config.json; CLIP's if it does not say."""
+CLIP_NORMALISATION = (
+    (0.48145466, 0.4578275, 0.40821073),
+    (0.26862954, 0.26130258, 0.27577711),
+)
+"""Mean and standard deviation by channel (arXiv:2103.00020)."""
+
+
+def read_normalisation(
+    directory: Path,
+    default: tuple[tuple[float, ...], tuple[float, ...]] = CLIP_NORMALISATION,
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """`image_mean` and `image_std` of preprocessor_config.json; the default if it does not say."""
     path = directory / "preprocessor_config.json"
     raw = read_json(path) if path.exists() else {}
-    clip = {
-        "image_mean": (0.48145466, 0.4578275, 0.40821073),
-        "image_std": (0.26862954, 0.26130258, 0.27577711),
-    }
-    return {key: tuple(raw.get(key) or default) for key, default in clip.items()}
+    mean, std = default
+    return tuple(raw.get("image_mean") or mean), tuple(raw.get("image_std") or std)

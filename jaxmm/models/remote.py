@@ -8,8 +8,8 @@ from pathlib import Path
 from etils import epath
 
 from jaxmm.errors import ModelError
-from jaxmm.models.config import read_json
 from jaxmm.models.converted import DESCRIPTION
+from jaxmm.models.json_files import read_json
 
 
 def is_remote(model: str) -> bool:

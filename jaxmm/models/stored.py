@@ -24,14 +24,21 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
+    copies: int = 1
+    """Each of its parts stands so many times, in so many groups that follow each other."""
+    swapped: bool = False
+    """Some files hold it with its last two axes swapped; told by the shape, and as published where
+    both axes are equal."""
+
+    def shows(self, stored: tuple[int, ...]) -> bool:
+        """Whether a tensor of that shape can be this one."""
+        swapped = (*self.shape[:-2], *self.shape[:-3:-1])
+        return stored == self.shape or (self.swapped and stored == swapped)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter made of tensors laid one below the other (along axis 0).
-
-    What has more than two axes (a convolution over patches) is flattened to two.
-    """
+    """A parameter made of tensors laid one below the other (along axis 0)."""
 
     path: ParameterPath
     tensors: tuple[Tensor, ...]
@@ -39,14 +46,16 @@ class Parameter:
     """Each tensor is cut into so many equal parts; all first parts come first, then all second."""
     new_axis: bool = False
     """The tensors, all of one shape, lie along an axis of their own."""
+    flat: bool = True
+    """What has more than two axes (a convolution over patches) is flattened to two."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         rest = self.tensors[0].shape[1:]
-        width = (int(np.prod(rest)),) if rest else ()
+        width = (int(np.prod(rest)),) if rest and self.flat else rest
         if self.new_axis:
             return (len(self.tensors), self.tensors[0].shape[0], *width)
-        return (sum(t.shape[0] for t in self.tensors), *width)
+        return (sum(t.shape[0] * t.copies for t in self.tensors), *width)
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, int]]:
         """Rows [start, stop) of a parameter without an axis of its own, in order.
@@ -57,11 +66,21 @@ class Parameter:
         row = 0
         for group in range(self.groups):
             for tensor in self.tensors:
-                count = tensor.shape[0] // self.groups
+                count = tensor.shape[0] * tensor.copies // self.groups
+                first = group // tensor.copies * count
                 low, high = max(start - row, 0), min(stop - row, count)
                 if low < high:
-                    yield tensor, group * count + low, group * count + high
+                    yield tensor, first + low, first + high
                 row += count
+
+    def rows_in(self, other: "Parameter") -> npt.NDArray[np.int64]:
+        """For each row, where a parameter made of the same tensors in another way has it."""
+        places = {t.name: np.zeros(t.shape[0], np.int64) for t in other.tensors}
+        row = 0
+        for tensor, start, stop in other.runs(0, other.shape[0]):
+            places[tensor.name][start:stop] = np.arange(row, row + stop - start)
+            row += stop - start
+        return np.concatenate([places[t.name][a:b] for t, a, b in self.runs(0, self.shape[0])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +147,12 @@ class Stored:
         name, path = self.sources[tensor.name]
         view = self.files[path].get_slice(name)
         part: npt.NDArray[Any]
-        if len(tensor.shape) <= 2:
-            part = view[(slice(start, stop), *(slice(*c) for c in columns))]
-            return part
+        if len(tensor.shape) <= 2 or not self.parameter.flat:
+            block = [slice(start, stop), *(slice(*c) for c in columns)]
+            if tuple(view.get_shape()) == tensor.shape:
+                part = view[tuple(block)]
+                return part
+            part = view[(*block[:-2], block[-1], block[-2])]
+            return np.ascontiguousarray(part.swapaxes(-1, -2))
         part = view[start:stop].reshape(stop - start, -1)  # a convolution: flattened here
         return part[:, slice(*columns[0])]

@@ -4,7 +4,7 @@ Flash attention (arXiv:2205.14135): loops with traced bounds run over sequences,
 key blocks; nothing of size T x T or T x max_len is made.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -24,6 +24,7 @@ class _Tile(NamedTuple):
 _DECODE = _Tile(1, 64)  # a small page's worth of keys stays in the first-level cache
 _TAIL = _Tile(64, 256)  # short chunks, and what whole tiles leave over
 _WHOLE = _Tile(256, 512)  # a million scores: enough for XLA's CPU backend to use all threads
+_LAST_KEYS = 256  # of whole tiles, for the keys that blocks of 512 leave over
 _NEVER = -1e30  # finite, so that a block without a visible key leaves no NaN behind
 
 
@@ -35,10 +36,9 @@ def paged_attention_portable(
     num_kv = pages_PJSC.shape[1] // 2
     q_TKGC = q_THC.reshape(num_tokens, num_kv, num_heads // num_kv, channels)
     tail = min(_TAIL.queries, num_tokens)
-    padded_TKGC = jnp.pad(q_TKGC, ((0, tail), (0, 0), (0, 0), (0, 0)))
 
     def attend(b: Array, offset: Array, out: Array, tile: _Tile) -> Array:
-        return _attend_tile(padded_TKGC, pages_PJSC, ragged, b, offset, out, tile)
+        return _attend_tile(q_TKGC, pages_PJSC, ragged, b, offset, out, tile)
 
     def decode(b: Array, out: Array) -> Array:
         return attend(b, jnp.int32(0), out, _DECODE)
@@ -57,9 +57,9 @@ def paged_attention_portable(
         tile = _Tile(tail, _TAIL.keys)
         return lax.fori_loop(0, tiles, lambda i, o: attend(b, done + i * tail, o, tile), out)
 
-    out_TKGC = lax.fori_loop(0, ragged.num_decodes, decode, jnp.zeros_like(padded_TKGC))
+    out_TKGC = lax.fori_loop(0, ragged.num_decodes, decode, jnp.zeros_like(q_TKGC))
     out_TKGC = lax.fori_loop(ragged.num_decodes, ragged.num_sequences, extend, out_TKGC)
-    return out_TKGC[:num_tokens].reshape(q_THC.shape)
+    return out_TKGC.reshape(q_THC.shape)
 
 
 def _attend_tile(
@@ -72,33 +72,51 @@ def _attend_tile(
     tile: _Tile,
 ) -> Float[Array, "T K G C"]:
     """Attend some queries of one sequence, from `offset` in its chunk on, into `out_TKGC`."""
-    _, num_kv, group, channels = q_TKGC.shape
+    num_tokens, num_kv, group, channels = q_TKGC.shape
     page_size = pages_PJSC.shape[2]
     block = tile.queries
-    block_pages = max(1, min(tile.keys // page_size, ragged.tables_BQ.shape[1]))
-    block_keys = block_pages * page_size
+    num_table_pages = ragged.tables_BQ.shape[1]
 
-    token = ragged.starts_B[sequence] + offset
+    def pages_of(num_keys: int) -> int:
+        return max(1, min(num_keys // page_size, num_table_pages))
+
+    # A tile that would reach past the step's end begins earlier, and leaves what it finds there.
+    wanted = ragged.starts_B[sequence] + offset
+    token = jnp.minimum(wanted, num_tokens - block)
+    skipped = wanted - token
     length = ragged.lengths_B[sequence]
     first_position = length - ragged.counts_B[sequence] + offset
-    position_X = first_position + jnp.arange(block)
+    position_X = first_position - skipped + jnp.arange(block)
     num_keys = jnp.minimum(length, first_position + block)
 
     scale = jnp.asarray(channels**-0.5, q_TKGC.dtype)
     q_XKGC = lax.dynamic_slice_in_dim(q_TKGC, token, block) * scale
     q_KYC = q_XKGC.transpose(1, 0, 2, 3).reshape(num_kv, block * group, channels)
 
-    def over_keys(i: Int32[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+    def over_keys(
+        carry: tuple[Array, Array, Array], start_page: Array, block_pages: int, turns: Array
+    ) -> tuple[Array, Array, Array]:
+        """Go on with `turns` blocks of keys, from a page on."""
+
+        def turn(i: Int32[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+            page = start_page + i * block_pages
+            return add_keys(page, block_pages, carry)
+
+        return cast(tuple[Array, Array, Array], lax.fori_loop(0, turns, turn, carry))
+
+    def add_keys(
+        page: Array, block_pages: int, carry: tuple[Array, Array, Array]
+    ) -> tuple[Array, ...]:
         sum_KYC, max_KY, total_KY = carry
         # The last turn may reach past the table: shift it back and let the mask drop repeats.
-        first_page = jnp.minimum(i * block_pages, ragged.tables_BQ.shape[1] - block_pages)
+        first_page = jnp.minimum(page, num_table_pages - block_pages)
         k_KZC, v_KZC = _read_pages(
             pages_PJSC,
             lax.dynamic_slice(ragged.tables_BQ, (sequence, first_page), (1, block_pages))[0],
         )
         scores_KYZ = jnp.einsum("KYC,KZC->KYZ", q_KYC, k_KZC, preferred_element_type=jnp.float32)
-        key_Z = first_page * page_size + jnp.arange(block_keys)
-        visible_XZ = (key_Z[None] <= position_X[:, None]) & (key_Z[None] >= i * block_keys)
+        key_Z = first_page * page_size + jnp.arange(block_pages * page_size)
+        visible_XZ = (key_Z[None] <= position_X[:, None]) & (key_Z[None] >= page * page_size)
         visible_YZ = jnp.repeat(visible_XZ, group, axis=0)
         scores_KYZ = jnp.where(visible_YZ[None], scores_KYZ, _NEVER)
         new_max_KY = jnp.maximum(max_KY, scores_KYZ.max(-1))
@@ -121,10 +139,21 @@ def _attend_tile(
         jnp.full(q_KYC.shape[:2], _NEVER, jnp.float32),
         jnp.zeros(q_KYC.shape[:2], jnp.float32),
     )
-    turns = (num_keys + block_keys - 1) // block_keys
-    sum_KYC, _, total_KY = lax.fori_loop(0, turns, over_keys, start)
+    num_pages = (num_keys + page_size - 1) // page_size
+    done = jnp.int32(0)
+    carry, last = start, pages_of(tile.keys)
+    if tile == _WHOLE:
+        turns = num_pages // last
+        carry = over_keys(carry, done, last, turns)
+        done, last = turns * last, pages_of(_LAST_KEYS)
+    turns = (num_pages - done + last - 1) // last
+    sum_KYC, _, total_KY = over_keys(carry, done, last, turns)
     attended_KYC = (sum_KYC / total_KY[..., None]).astype(q_TKGC.dtype)
     attended_XKGC = attended_KYC.reshape(num_kv, block, group, channels).transpose(1, 0, 2, 3)
+    if tile not in (_DECODE, _WHOLE):  # those are within the step always
+        old_XKGC = lax.dynamic_slice_in_dim(out_TKGC, token, block)
+        is_new_X = jnp.arange(block) >= skipped
+        attended_XKGC = jnp.where(is_new_X[:, None, None, None], attended_XKGC, old_XKGC)
     return lax.dynamic_update_slice_in_dim(out_TKGC, attended_XKGC, token, 0)
 
 

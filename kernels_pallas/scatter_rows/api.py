@@ -57,24 +57,30 @@ def write_rows(
 
 
 def scatter_rows(
-    text_TD: Float[Array, "T D"],
+    x_TD: Float[Array, "T D"],
     arena: Float[Array, "R ..."],
     row_T: Int32[Array, " T"],
     *,
+    level: int = 0,
+    add: bool = False,
     implementation: Implementation = "portable",
 ) -> Float[Array, "T D"]:
-    """Put the arena rows that row_T names into the embeddings; -1 keeps the text row.
+    """Put the arena rows that row_T names into the embeddings, or add them to hidden states.
 
     Args:
-        text_TD: Embeddings of the step's ids.
+        x_TD: Embeddings of the step's ids, or hidden states.
         arena: Rows of `row_shape`; rows of images that the step needs have been written.
-        row_T: Arena row of each token, or -1.
+        row_T: Arena row of each token, or -1: that token is left as it is.
+        level: Which of a row's levels.
+        add: Add it instead of putting it.
         implementation: "portable" for CPU and GPU, "pallas" for TPU.
 
     Raises:
         ValueError: "pallas" and shapes that the kernel cannot take.
     """
     if implementation == "pallas":
-        return kernel.scatter_rows(text_TD, arena, kernel.plan_rows(row_T))
-    picked_TD = arena[jnp.maximum(row_T, 0)]  # -1 reads row 0; the next line discards it
-    return jnp.where(row_T[:, None] >= 0, picked_TD.astype(text_TD.dtype), text_TD)
+        return kernel.scatter_rows(x_TD, arena, kernel.plan_rows(row_T), level=level, add=add)
+    arena_RZD = arena.reshape(arena.shape[0], -1, x_TD.shape[1])
+    picked_TD = arena_RZD[jnp.maximum(row_T, 0), level]  # -1 reads row 0; discarded below
+    picked_TD = picked_TD.astype(x_TD.dtype)
+    return jnp.where(row_T[:, None] >= 0, x_TD + picked_TD if add else picked_TD, x_TD)

@@ -42,26 +42,27 @@ def segment_attention(
     """
     num, heads, _ = q_NHC.shape
     key_block = block or min(max(_QUERIES, _TILE // (heads * _QUERIES)), max(num // 2, 1))
-    block = block or min(_QUERIES, num)
-    # the last block may begin at the last patch; slices must not be clamped
-    q_HNC, k_HNC, v_HNC = (
-        jnp.pad(jnp.moveaxis(x_NHC, 1, 0), ((0, 0), (0, max(block, key_block)), (0, 0)))
-        for x_NHC in (q_NHC, k_NHC, v_NHC)
-    )
-    real_N = jnp.pad(segment_N >= 0, (0, key_block))
+    block, key_block = min(block or _QUERIES, num), min(key_block, num)
+    q_HNC, k_HNC, v_HNC = (jnp.moveaxis(x_NHC, 1, 0) for x_NHC in (q_NHC, k_NHC, v_NHC))
+    real_N = segment_N >= 0
     first_N, stop_N, next_N = _segment_bounds(segment_N)
 
     def attend_block(state: tuple[Array, Array]) -> tuple[Array, Array]:
         start, out_HNC = state
         keys = (first_N[start], stop_N[start])
-        q_HBC = lax.dynamic_slice_in_dim(q_HNC, start, block, 1)
+        # a block that would reach past the lane begins earlier, and leaves what it finds there
+        first = jnp.minimum(start, num - block)
+        q_HBC = lax.dynamic_slice_in_dim(q_HNC, first, block, 1)
         out_HBC = _attend(q_HBC, k_HNC, v_HNC, real_N, keys, key_block)
-        out_HNC = lax.dynamic_update_slice_in_dim(out_HNC, out_HBC, start, 1)
+        old_HBC = lax.dynamic_slice_in_dim(out_HNC, first, block, 1)
+        is_new_B1 = (first + jnp.arange(block) >= start)[:, None]
+        out_HBC = jnp.where(is_new_B1, out_HBC, old_HBC)
+        out_HNC = lax.dynamic_update_slice_in_dim(out_HNC, out_HBC, first, 1)
         return next_N[jnp.minimum(start + block, stop_N[start])], out_HNC
 
     state = (next_N[0], jnp.zeros_like(q_HNC))
     _, out_HNC = lax.while_loop(lambda state: state[0] < num, attend_block, state)
-    return jnp.where(segment_N[:, None, None] < 0, 0, jnp.moveaxis(out_HNC[:, :num], 0, 1))
+    return jnp.where(segment_N[:, None, None] < 0, 0, jnp.moveaxis(out_HNC, 0, 1))
 
 
 def _segment_bounds(segment_N: Array) -> tuple[Array, Array, Array]:
@@ -92,11 +93,13 @@ def _attend(
 
     def add_block(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top_HB, sum_HB, out_HBC = state
-        start = first + j * block
+        wanted = first + j * block
+        start = jnp.minimum(wanted, real_N.shape[0] - block)
         k_HJC = lax.dynamic_slice_in_dim(k_HNC, start, block, 1)
         v_HJC = lax.dynamic_slice_in_dim(v_HNC, start, block, 1)
+        key_J = start + jnp.arange(block)
         seen_J = lax.dynamic_slice_in_dim(real_N, start, block)
-        seen_J &= start + jnp.arange(block) < stop
+        seen_J &= (key_J >= wanted) & (key_J < stop)
         score_HBJ = jnp.einsum("hbc,hjc->hbj", q_HBC, k_HJC, preferred_element_type=jnp.float32)
         score_HBJ = jnp.where(seen_J, score_HBJ * scale, _MASKED)
         new_top_HB = jnp.maximum(top_HB, score_HBJ.max(axis=-1))

@@ -17,7 +17,7 @@ PRE_STOP_SECONDS = 15
 """Time in which load balancers stop sending, before the drain begins."""
 _MARGIN_SECONDS = 15
 _START_MINUTES = 30
-SCALE_METRIC = "jaxmm_requests_waiting"
+SCALE_METRIC = "jaxmm_waiting"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +107,8 @@ def _arguments(deployment: Deployment) -> list[str]:
         "8000",
         "--drain-seconds",
         str(DRAIN_SECONDS),
+        "--tensor-parallel",
+        "0",
         *deployment.server,
     ]
 

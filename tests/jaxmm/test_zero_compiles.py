@@ -1,7 +1,5 @@
 """After warm-up nothing compiles, whatever sizes people send."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmm.engine import Engine
 from tests.checkpoints import FAMILIES, Family
-from tests.engines import ask, engine, on_loop, pages_left, picture, request, scheduling, turn
+from tests.engines import ask, engine, pages_left, picture, request, scheduling, turn
+from tests.guards import guarded
 
 NUM_PICTURES = 200
 SAMPLINGS: tuple[dict[str, Any], ...] = (
@@ -21,22 +19,6 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.1, "logit_bias": {5: -2.0}, "min_tokens": 2, "ignore_eos": False},
     {"n": 2, "temperature": 1.0, "min_p": 0.05},
 )
-
-
-@contextlib.contextmanager
-def guarded(on: Engine) -> Iterator[None]:
-    """Forbid tracing and implicit transfers on the engine's thread; both hold for one thread."""
-    guards = contextlib.ExitStack()
-
-    def begin() -> None:
-        guards.enter_context(jax.no_tracing())
-        guards.enter_context(jax.transfer_guard("disallow"))
-
-    on_loop(on, begin)
-    try:
-        yield
-    finally:
-        on_loop(on, guards.close)
 
 
 def test_guards_raise_on_what_they_forbid() -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,6 +120,26 @@ def test_portable_equals_reference(case: Case) -> None:
     expected = np.array(_reference(jnp.array(q_THC), jnp.array(pages), ragged))
     assert np.isfinite(out).all()
     n = case.num_tokens
+    np.testing.assert_allclose(out[:n], expected[:n], atol=ABSOLUTE, rtol=0)
+
+
+@pytest.mark.parametrize("extends", [[(300, 0), (270, 700)], [(256, 250), (320, 0)], [(576, 448)]])
+@pytest.mark.parametrize("page_size", [64, 512])
+def test_whole_tiles_equal_reference(extends: list[tuple[int, int]], page_size: int) -> None:
+    # chunks of 256 queries and more: blocks of 512 keys, then of 256, then what is left
+    random = np.random.default_rng(4)
+    counts, lengths = np.array([(n, n + before) for n, before in extends], np.int32).T
+    num_pages, table_pages = 40, 1024 // page_size
+    tables = random.permutation(num_pages)[: len(extends) * table_pages].reshape(len(extends), -1)
+    ragged = Ragged(
+        jnp.int32(0),
+        jnp.int32(len(extends)),
+        *(jnp.asarray(x, jnp.int32) for x in (counts.cumsum() - counts, counts, lengths, tables)),
+    )
+    q_THC = random.standard_normal((576, 4, 8), np.float32)
+    pages = random.standard_normal((num_pages, 4, page_size, 8), np.float32)
+    out, expected = (np.array(f(q_THC, pages, ragged)) for f in (_portable, _reference))
+    n = counts.sum()
     np.testing.assert_allclose(out[:n], expected[:n], atol=ABSOLUTE, rtol=0)
 
 

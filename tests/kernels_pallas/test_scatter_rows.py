@@ -42,3 +42,20 @@ def test_rows_that_no_token_names_do_not_matter_whatever_they_hold() -> None:
     arena = jnp.array([[jnp.nan], [2.0]])
     out = scatter_rows(jnp.ones((2, 1)), arena, jnp.array([-1, 1], jnp.int32))
     assert out.ravel().tolist() == [1.0, 2.0]
+
+
+def test_levels_are_put_or_added_by_hand() -> None:
+    x = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    arena = jnp.array([[10.0, 20.0, 30.0, 40.0], [50.0, 60.0, 70.0, 80.0]])  # two levels of two
+    row = jnp.array([1, -1, 0], jnp.int32)
+    assert scatter_rows(x, arena, row).tolist() == [[50.0, 60.0], [3.0, 4.0], [10.0, 20.0]]
+    put = scatter_rows(x, arena, row, level=1)
+    assert put.tolist() == [[70.0, 80.0], [3.0, 4.0], [30.0, 40.0]]
+    added = scatter_rows(x, arena, row, level=1, add=True)
+    assert added.tolist() == [[71.0, 82.0], [3.0, 4.0], [35.0, 46.0]]
+
+
+def test_text_stays_what_it_is_when_rows_that_are_added_hold_anything() -> None:
+    arena = jnp.array([[jnp.nan], [2.0]])
+    out = scatter_rows(jnp.ones((2, 1)), arena, jnp.array([-1, 1], jnp.int32), add=True)
+    assert out.ravel().tolist() == [1.0, 3.0]

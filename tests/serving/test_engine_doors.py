@@ -189,6 +189,7 @@ def test_spelled_vision_tokens_are_plain_text_in_a_raw_prompt(url, text):
     assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens_details"] == {
         "cached_tokens": 0,
         "image_tokens": 0,
+        "video_tokens": 0,
     }
 
 

@@ -9,11 +9,12 @@ from jaxmm.models.config import (
     VisionConfig,
     integer,
     integers,
-    read_json,
     read_model_config,
     read_normalisation,
+    read_text_config,
     require,
 )
+from jaxmm.models.json_files import read_json
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -24,7 +25,7 @@ def read_config(directory: Path) -> ModelConfig:
     """
     raw = read_json(directory / "config.json")
     vision = _read_vision(directory, raw.get("vision_config") or {})
-    return read_model_config(directory, "qwen2_5_vl", vision, raw)
+    return read_model_config(directory, read_text_config(directory, raw), vision, raw)
 
 
 def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
@@ -34,6 +35,7 @@ def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
     require(raw, "temporal_patch_size", (2,))
     require(raw, "hidden_act", ("silu",))
     patch_size = integer(raw, "patch_size", 14)
+    mean, std = read_normalisation(directory)
     return VisionConfig(
         depth=integer(raw, "depth", 32),
         width=integer(raw, "hidden_size", 3584),
@@ -46,7 +48,8 @@ def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
         out_width=integer(raw, "out_hidden_size", 3584),
         window_patches=_window_side(raw, patch_size) ** 2,
         full_attention_layers=integers(raw, "fullatt_block_indexes", (7, 15, 23, 31)),
-        **read_normalisation(directory),
+        image_mean=mean,
+        image_std=std,
     )
 
 

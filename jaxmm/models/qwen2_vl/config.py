@@ -8,11 +8,12 @@ from jaxmm.models.config import (
     VisionConfig,
     integer,
     number,
-    read_json,
     read_model_config,
     read_normalisation,
+    read_text_config,
     require,
 )
+from jaxmm.models.json_files import read_json
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -23,7 +24,7 @@ def read_config(directory: Path) -> ModelConfig:
     """
     raw = read_json(directory / "config.json")
     vision = _read_vision(directory, raw.get("vision_config") or {})
-    return read_model_config(directory, "qwen2_vl", vision, raw)
+    return read_model_config(directory, read_text_config(directory, raw), vision, raw)
 
 
 def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
@@ -33,6 +34,7 @@ def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
     require(raw, "temporal_patch_size", (2,))
     require(raw, "hidden_act", ("quick_gelu",))
     width = integer(raw, "embed_dim", 1280)
+    mean, std = read_normalisation(directory)
     return VisionConfig(
         depth=integer(raw, "depth", 32),
         width=width,
@@ -45,5 +47,6 @@ def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
         out_width=integer(raw, "hidden_size", 3584),
         window_patches=0,
         full_attention_layers=(),
-        **read_normalisation(directory),
+        image_mean=mean,
+        image_std=std,
     )

@@ -145,12 +145,7 @@ class ImageProcessor:
             RequestError: As `limits`.
         """
         lower, upper = self.limits(min_pixels, max_pixels)
-        if max(height, width) / min(height, width) > MAX_ASPECT:
-            raise MediaTooLarge(
-                f"the picture is {width} x {height}: one side is "
-                f"{max(height, width) / min(height, width):g} times the other; "
-                f"the limit is {MAX_ASPECT}. Crop it."
-            )
+        check_aspect(height, width)
         u = self.unit
         new_height, new_width = round(height / u) * u, round(width / u) * u
         if new_height * new_width > upper:
@@ -161,7 +156,7 @@ class ImageProcessor:
             grow = math.sqrt(lower / (height * width))
             new_height = math.ceil(height * grow / u) * u
             new_width = math.ceil(width * grow / u) * u
-        self._check_patches(new_height * new_width // self.patch_size**2)
+        self.check_patches(new_height * new_width // self.patch_size**2)
         return new_height, new_width
 
     def grid(
@@ -202,31 +197,58 @@ class ImageProcessor:
             image = image.resize((width, height), Image.Resampling.BICUBIC)
         grid = (1, height // self.patch_size, width // self.patch_size)
         patches_NU = allocate(math.prod(grid), self.num_values)
-        self._cut(image, patches_NU)
+        self.cut_frame(image, patches_NU)
         return patches_NU, grid
 
     def positions(
         self, num_tokens: int, items: Sequence[Item]
     ) -> tuple[npt.NDArray[np.int32], int]:
         """M-RoPE positions int32[3, T] of a prompt with its items, and the delta after it."""
-        return mrope.image_positions(num_tokens, items, self.merge_size)
+        return mrope.item_positions(num_tokens, items, self.merge_size)
 
-    def _cut(self, image: Image.Image, patches_NU: npt.NDArray[np.uint8]) -> None:
-        """Write patches; one line of a patch is one opaque element, so numpy moves it whole."""
+    def cut_frame(
+        self, image: Image.Image, patches_NU: npt.NDArray[np.uint8], frame: int = 0
+    ) -> None:
+        """Write the patches of a resized picture, or of one of a step's frames, into an array.
+
+        Args:
+            image: Of mode RGB, both sides multiples of `unit`.
+            patches_NU: uint8[N, F * U] for F frames, filled where this frame's values are.
+            frame: Which of them.
+        """
         p, m = self.patch_size, self.merge_size
         rows, columns = image.height // self.unit, image.width // self.unit
-        line = np.dtype((np.void, p))
-        lines = patches_NU.reshape(-1).view(line).reshape(rows, columns, m, m, 3, p)
+        line = np.dtype((np.void, p))  # one line of a patch moves whole, as an opaque element
+        lines = patches_NU.reshape(-1).view(line).reshape(rows, columns, m, m, -1, 3, p)
         for channel, plane in enumerate(image.split()):
             source = np.asarray(plane).view(line).reshape(rows, m, p, columns, m)
-            lines[..., channel, :] = source.transpose(0, 3, 1, 4, 2)
+            lines[..., frame, channel, :] = source.transpose(0, 3, 1, 4, 2)
 
-    def _check_patches(self, num_patches: int) -> None:
+    def check_patches(self, num_patches: int) -> None:
+        """Refuse more patches than the largest picture has.
+
+        Raises:
+            MediaTooLarge: There are more.
+        """
         if num_patches > self.max_patches:
             raise MediaTooLarge(
                 f"the picture becomes {num_patches} patches; the limit is {self.max_patches}. "
                 "Ask for fewer with a lower min_pixels."
             )
+
+
+def check_aspect(height: int, width: int) -> None:
+    """Refuse a picture that is too thin for the models' own rule.
+
+    Raises:
+        MediaTooLarge: One side is over 200 times the other.
+    """
+    if max(height, width) / min(height, width) > MAX_ASPECT:
+        raise MediaTooLarge(
+            f"the picture is {width} x {height}: one side is "
+            f"{max(height, width) / min(height, width):g} times the other; "
+            f"the limit is {MAX_ASPECT}. Crop it."
+        )
 
 
 def largest_area(unit: int, min_pixels: int, max_pixels: int) -> int:

@@ -7,6 +7,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
+from jaxmm.device.image_rows import ImageRows
 from jaxmm.device.kv import KVPages, PagedAttention
 from jaxmm.device.linear import linear
 from jaxmm.device.norms import rms_norm
@@ -46,9 +47,7 @@ class TextLayer(nnx.Module):
             hidden_TD += linear(attended_TO, self.out_DO[...])
         with jax.named_scope("mlp"):
             x_TD = rms_norm(hidden_TD, self.mlp_norm_D[...], config.rms_eps)
-            gate_up_T2F = linear(x_TD, self.gate_up_2FD[...])
-            act_TF = jax.nn.silu(gate_up_T2F[:, 0]) * gate_up_T2F[:, 1]
-            hidden_TD += linear(act_TF, self.down_DF[...])
+            hidden_TD += gated_mlp(x_TD, self.gate_up_2FD[...], self.down_DF[...])
         return hidden_TD, pages
 
 
@@ -73,6 +72,7 @@ class TextDecoder(nnx.Module):
         positions_AT: Int32[Array, "3 T"],
         kv_pages: KVPages,
         attention: PagedAttention,
+        rows: ImageRows,
     ) -> tuple[Float[Array, "T D"], KVPages]:
         """Run the layers.
 
@@ -81,10 +81,12 @@ class TextDecoder(nnx.Module):
             positions_AT: M-RoPE positions (time, height, width).
             kv_pages: Each layer's pages.
             attention: Writes the step's KV and attends.
+            rows: Not used: image rows of this family have no levels beyond the embedding.
 
         Returns:
             The normalised output, and the pages.
         """
+        del rows
         config = self.config
         rope = Rope.of(mrope_angles(positions_AT, config))
         written = []
@@ -97,6 +99,14 @@ class TextDecoder(nnx.Module):
         """Float32 logits of some rows of the output."""
         head_VD = self.embed_VD if self.config.tied else self.head_VD
         return linear(hidden_BD, head_VD[...]).astype(jnp.float32)
+
+
+def gated_mlp(
+    x_TD: Float[Array, "T D"], gate_up_2FD: Float[Array, "2 F D"], down_DF: Float[Array, "D F"]
+) -> Float[Array, "T D"]:
+    """SwiGLU (arXiv:2002.05202)."""
+    gate_up_T2F = linear(x_TD, gate_up_2FD)
+    return linear(jax.nn.silu(gate_up_T2F[:, 0]) * gate_up_T2F[:, 1], down_DF)
 
 
 def mrope_angles(positions_AT: Int32[Array, "3 T"], config: TextConfig) -> Float[Array, "T X"]:

@@ -10,20 +10,23 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
+from jaxmm.device.lane import Lane
+from jaxmm.device.lane_attention import attend_images
 from jaxmm.device.linear import linear
 from jaxmm.device.norms import layer_norm
-from jaxmm.device.rope import Rope, rotate
+from jaxmm.device.rope import Rope
 from jaxmm.models.config import VisionConfig
-from kernels_pallas.segment_attention.api import Implementation, segment_attention
+from kernels_pallas.segment_attention.api import Implementation
 
 NORM_EPS = 1e-6
 ROPE_THETA = 10000.0
 
-Attend = Callable[[Array, Array, Array], Array]
-"""q, k, v of shape [N, H, C] to the attended values."""
+Attend = Callable[[Array, int], Array]
+"""The fused projection [N, O] and its number of heads to the attended values [N, E]."""
 
 
 class VisionEncoder(nnx.Module):
@@ -39,45 +42,28 @@ class VisionEncoder(nnx.Module):
         self.config = config
         self.implementation = implementation
         self.patch_EU = zeros(dtype, config.width, config.temporal_patch_size * config.patch_values)
-        self.layers = nnx.List([_Layer(config, dtype) for _ in range(config.depth)])
-        self.merger = _Merger(config, dtype)
+        self.layers = nnx.List([Layer(config, dtype, quick_gelu) for _ in range(config.depth)])
+        self.merger = Merger(config, config.width, dtype)
 
-    def __call__(
-        self,
-        patches_NU: UInt8[Array, "N U"],
-        coords_N2: Int32[Array, "N 2"],
-        segment_N: Int32[Array, " N"],
-        window_N: Int32[Array, " N"] | None = None,
-    ) -> Float[Array, "M D"]:
-        """Encode one lane.
-
-        Args:
-            patches_NU: Pixels of one frame by channel, y, x; four consecutive patches to a row.
-            coords_N2: Row and column of each patch in its image.
-            segment_N: Which image, never falling; -1 for padding.
-            window_N: Not used: this family has no windows.
-
-        Returns:
-            N // 4 rows in lane order, finite for padding.
-        """
-        x_NE = embed_patches(patches_NU, self.patch_EU[...], self.config)
-        rope = Rope.of(rope_angles(coords_N2, self.config.head_channels))
-
-        def attend(q_NHC: Array, k_NHC: Array, v_NHC: Array) -> Array:
-            return segment_attention(
-                q_NHC, k_NHC, v_NHC, segment_N, implementation=self.implementation
-            )
+    def __call__(self, lane: Lane) -> Float[Array, "M D"]:
+        """Encode one lane to N // 4 rows in lane order, finite for padding."""
+        x_NE = embed_patches(lane, self.patch_EU[...], self.config)
+        rope = Rope.of(rope_angles(lane.coords_N2, self.config.head_channels))
+        attend = segment_attend(lane, rope, self.implementation)
 
         for layer in self.layers:
             with jax.named_scope("vision_layer"):
-                x_NE = layer(x_NE, rope, attend)
+                x_NE = layer(x_NE, attend)
         return self.merger(x_NE)
 
 
-class _Layer(nnx.Module):
+class Layer(nnx.Module):
     """Pre-norm transformer layer."""
 
-    def __init__(self, config: VisionConfig, dtype: DTypeLike):
+    def __init__(
+        self, config: VisionConfig, dtype: DTypeLike, activation: Callable[[Array], Array]
+    ):
+        self.activation = activation
         width, mlp_width = config.width, config.mlp_width
         self.num_heads = config.num_heads
         self.attn_norm_E = zeros(dtype, width)
@@ -93,24 +79,22 @@ class _Layer(nnx.Module):
         self.down_EF = zeros(dtype, width, mlp_width)
         self.down_E = zeros(dtype, width)
 
-    def __call__(
-        self, x_NE: Float[Array, "N E"], rope: Rope, attend: Attend
-    ) -> Float[Array, "N E"]:
+    def __call__(self, x_NE: Float[Array, "N E"], attend: Attend) -> Float[Array, "N E"]:
         normed_NE = layer_norm(x_NE, self.attn_norm_E[...], self.attn_norm_bias_E[...], NORM_EPS)
         qkv_NO = linear(normed_NE, self.qkv_OE[...], self.qkv_O[...])
-        attended_NO = attention(qkv_NO, self.num_heads, rope, attend)
+        attended_NO = attend(qkv_NO, self.num_heads)
         x_NE = x_NE + linear(attended_NO, self.out_EO[...], self.out_E[...])
         normed_NE = layer_norm(x_NE, self.mlp_norm_E[...], self.mlp_norm_bias_E[...], NORM_EPS)
-        up_NF = quick_gelu(linear(normed_NE, self.up_FE[...], self.up_F[...]))
+        up_NF = self.activation(linear(normed_NE, self.up_FE[...], self.up_F[...]))
         return x_NE + linear(up_NF, self.down_EF[...], self.down_E[...])
 
 
-class _Merger(nnx.Module):
-    """Four neighbouring patches to one row."""
+class Merger(nnx.Module):
+    """Four neighbouring patches to one row, normalised each, or together by a wider norm."""
 
-    def __init__(self, config: VisionConfig, dtype: DTypeLike):
-        self.norm_E = zeros(dtype, config.width)
-        self.norm_bias_E = zeros(dtype, config.width)
+    def __init__(self, config: VisionConfig, norm_width: int, dtype: DTypeLike):
+        self.norm_E = zeros(dtype, norm_width)
+        self.norm_bias_E = zeros(dtype, norm_width)
         merged = config.width * config.merged_patches
         self.hidden_XX = zeros(dtype, merged, merged)
         self.hidden_X = zeros(dtype, merged)
@@ -118,6 +102,7 @@ class _Merger(nnx.Module):
         self.out_D = zeros(dtype, config.out_width)
 
     def __call__(self, x_NE: Float[Array, "N E"]) -> Float[Array, "M D"]:
+        x_NE = x_NE.reshape(-1, self.norm_E.shape[0])
         normed_NE = layer_norm(x_NE, self.norm_E[...], self.norm_bias_E[...], NORM_EPS)
         return merge(
             normed_NE, self.hidden_XX[...], self.hidden_X[...], self.out_DX[...], self.out_D[...]
@@ -129,22 +114,54 @@ def zeros(dtype: DTypeLike, *shape: int) -> nnx.Param[Array]:
     return nnx.Param(jnp.zeros(shape, dtype))
 
 
+def segment_attend(lane: Lane, rope: Rope, implementation: Implementation) -> Attend:
+    """Attention of each patch over its own frame."""
+
+    def attend(qkv_NO: Array, num_heads: int) -> Array:
+        return attend_images(
+            qkv_NO, rope, lane.segment_N, num_heads=num_heads, implementation=implementation
+        )
+
+    return attend
+
+
 def embed_patches(
-    patches_NU: UInt8[Array, "N U"], patch_EU: Float[Array, "E 2*U"], config: VisionConfig
+    lane: Lane,
+    patch_EU: Float[Array, "E 2*U"],
+    config: VisionConfig,
+    bias_E: Float[Array, " E"] | None = None,
 ) -> Float[Array, "N E"]:
     """Normalise pixels and project them.
 
-    The projection takes two frames and an image is the same frame twice, so its two halves are
-    added up instead: half the work, and half the pixels to send.
+    The projection takes the two frames of a time step. A still picture is the same frame twice,
+    so for a lane without video its two halves are added up: half the work, and half the pixels
+    to send.
     """
-    dtype = patch_EU.dtype
     shape = (config.width, config.in_channels, config.temporal_patch_size, config.patch_size**2)
-    frame_EU = patch_EU.reshape(shape).sum(axis=2, dtype=jnp.float32)
-    frame_EU = frame_EU.reshape(config.width, config.patch_values).astype(dtype)
+    half_TEU = jnp.moveaxis(patch_EU.reshape(shape), 2, 0)
+    half_TEU = half_TEU.reshape(config.temporal_patch_size, config.width, config.patch_values)
+
+    def still() -> Array:
+        frame_EU = half_TEU.sum(axis=0, dtype=jnp.float32).astype(patch_EU.dtype)
+        return linear(normalise(lane.patches_NU, patch_EU.dtype, config), frame_EU, bias_E)
+
+    def moving() -> Array:
+        first_NU, second_NU = (
+            normalise(x_NU, patch_EU.dtype, config) for x_NU in (lane.patches_NU, lane.later_NU)
+        )
+        return linear(first_NU, half_TEU[0], bias_E) + linear(second_NU, half_TEU[1])
+
+    return lax.cond(lane.any_later, moving, still)
+
+
+def normalise(
+    patches_NU: UInt8[Array, "N U"], dtype: DTypeLike, config: VisionConfig
+) -> Float[Array, "N U"]:
+    """Pixels of zero mean and unit variance, by channel."""
     mean_U = jnp.repeat(jnp.array(config.image_mean, jnp.float32), config.patch_size**2)
     std_U = jnp.repeat(jnp.array(config.image_std, jnp.float32), config.patch_size**2)
     pixels_NU = (patches_NU.astype(jnp.float32) / 255.0 - mean_U) / std_U
-    return linear(pixels_NU.astype(dtype), frame_EU)
+    return pixels_NU.astype(dtype)
 
 
 def rope_angles(coords_N2: Int32[Array, "N 2"], channels: int) -> Float[Array, "N X"]:
@@ -152,17 +169,6 @@ def rope_angles(coords_N2: Int32[Array, "N 2"], channels: int) -> Float[Array, "
     exponent = jnp.arange(0, channels // 2, 2, dtype=jnp.float32) / (channels // 2)
     angle_N2X = coords_N2.astype(jnp.float32)[:, :, None] * ROPE_THETA**-exponent
     return angle_N2X.reshape(len(coords_N2), -1)
-
-
-def attention(
-    qkv_NO: Float[Array, "N O"], num_heads: int, rope: Rope, attend: Attend
-) -> Float[Array, "N E"]:
-    """Attention between the two projections of a layer."""
-    num = len(qkv_NO)
-    q_NHC, k_NHC, v_NHC = (
-        x_NE.reshape(num, num_heads, -1) for x_NE in jnp.split(qkv_NO, 3, axis=-1)
-    )
-    return attend(rotate(q_NHC, rope), rotate(k_NHC, rope), v_NHC).reshape(num, -1)
 
 
 def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
-from jaxmm.models.config import ModelConfig, VisionConfig, integer, read_json, read_model_config
+from jaxmm.models.config import (
+    ModelConfig,
+    VisionConfig,
+    integer,
+    read_model_config,
+    read_text_config,
+)
+from jaxmm.models.json_files import read_json
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -23,4 +30,4 @@ def read_config(directory: Path) -> ModelConfig:
         image_mean=(0.5, 0.5, 0.5),
         image_std=(0.5, 0.5, 0.5),
     )
-    return read_model_config(directory, "toy_vl", vision, raw)
+    return read_model_config(directory, read_text_config(directory, raw), vision, raw)

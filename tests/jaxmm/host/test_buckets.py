@@ -11,9 +11,12 @@ from jaxmm.host.buckets import Buckets, patch_rungs, round_up, token_rungs
 def test_token_rungs_worked_out_by_hand() -> None:
     assert token_rungs(1, 16, dense=False) == (1, 2, 4, 8, 16)
     assert token_rungs(3, 100, dense=False) == (4, 8, 16, 32, 64, 128)
-    assert token_rungs(1, 256, dense=True) == (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+    assert token_rungs(1, 256, dense=True) == (
+        *(1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256),
+    )
     assert token_rungs(1, 80, dense=True) == (1, 2, 4, 8, 16, 32, 64, 96)
-    assert token_rungs(128, 200, dense=True) == (128, 192, 256)
+    assert token_rungs(128, 200, dense=True) == (128, 160, 192, 224)
+    assert token_rungs(256, 400, dense=True) == (256, 288, 320, 384, 448)
 
 
 def test_patch_rungs_worked_out_by_hand() -> None:

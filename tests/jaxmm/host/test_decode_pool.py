@@ -253,7 +253,8 @@ def test_refused_shared_memory_is_warned_once_and_counted(
 def test_worker_imports_nothing_heavy() -> None:
     """A worker starts in a fraction of a second and never touches an accelerator."""
     code = (
-        "import sys, jaxmm.host.decode_worker, jaxmm.models.qwen2_5_vl.processor;"
+        "import sys, jaxmm.host.decode_worker;"
+        "import jaxmm.models.qwen2_5_vl.processor, jaxmm.models.qwen3_vl.video;"
         "print({'jax', 'flax', 'torch', 'transformers'} & set(sys.modules))"
     )
     root = Path(__file__).parents[3]

@@ -31,7 +31,9 @@ def pack(lane: list[Grid], window_patches: int) -> EncodeBatch:
         lane,
         slots,
         lane_patches=sum(packed_patches(g, window_patches) for g in lane) + WINDOW,
+        patch_values=4,
         window_patches=window_patches,
+        with_sizes=True,
         drop_slot=DROP,
     )
 
@@ -108,3 +110,43 @@ def test_whole_windows_leave_no_padding() -> None:
 def test_without_windows_nothing_is_padded() -> None:
     assert packed_patches((1, 10, 14), 0) == 140
     assert pack([(1, 10, 14)], 0).window is None
+
+
+@given(lane=lanes, window_patches=st.sampled_from([0, WINDOW]))
+def test_each_patch_knows_the_size_of_its_frame(lane: list[Grid], window_patches: int) -> None:
+    batch = pack(lane, window_patches)
+    real = batch.segment >= 0
+    item_of = batch.patches[real][:, 0]
+    assert batch.sizes is not None
+    np.testing.assert_array_equal(batch.sizes[real], [lane[i][1:] for i in item_of])
+
+
+@given(lane=lanes, window_patches=st.sampled_from([0, WINDOW]), moving=st.integers(0, 3))
+def test_second_frames_lie_where_their_first_ones_do(
+    lane: list[Grid], window_patches: int, moving: int
+) -> None:
+    sizes = [t * h * w // 4 for t, h, w in lane]
+    labels = [labelled_patches(grid, item) for item, grid in enumerate(lane)]
+    features = [
+        np.concatenate([x, 255 - x], axis=1) if i == moving else x for i, x in enumerate(labels)
+    ]
+    batch = pack_lane(
+        features,
+        lane,
+        np.split(np.arange(sum(sizes), dtype=np.int32), np.cumsum(sizes)[:-1]),
+        lane_patches=sum(packed_patches(g, window_patches) for g in lane) + WINDOW,
+        patch_values=4,
+        window_patches=window_patches,
+        with_sizes=False,
+        drop_slot=DROP,
+    )
+    assert batch.sizes is None
+    if moving >= len(lane):
+        assert batch.later is None
+        return
+    assert batch.later is not None
+    real = batch.segment >= 0
+    first, second = batch.patches[real], batch.later[real]
+    is_moving = first[:, 0] == moving
+    np.testing.assert_array_equal(second[is_moving], 255 - first[is_moving])
+    np.testing.assert_array_equal(second[~is_moving], first[~is_moving])

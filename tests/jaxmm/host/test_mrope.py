@@ -1,5 +1,6 @@
-"""Positions worked out by hand, and those of the Hugging Face model for still pictures."""
+"""Positions worked out by hand, and those of the Hugging Face model where it can be followed."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxmm.errors import PlaceholderError
 from jaxmm.host.item import Item, Modality, Span
-from jaxmm.host.mrope import image_positions
+from jaxmm.host.mrope import item_positions
 
 IMAGE_ID = 7
 
@@ -62,7 +63,7 @@ def picture(grid: tuple[int, int, int], span: Span) -> Item:
     ],
 )
 def test_positions_worked_out_by_hand(parts: tuple, rows: list[str], delta: int) -> None:
-    positions, found = image_positions(*layout(*parts), merge_size=2)
+    positions, found = item_positions(*layout(*parts), merge_size=2)
     assert positions.dtype == np.int32
     assert positions.tolist() == [[int(n) for n in row.split()] for row in rows]
     assert found == delta
@@ -107,7 +108,7 @@ def test_positions_equal_hugging_face_for_still_pictures(parts: list) -> None:
     expected, deltas = reference_model().get_rope_index(  # type: ignore[attr-defined]
         torch.zeros((1, num_tokens), dtype=torch.int64), kinds, image_grid_thw=grids
     )
-    positions, delta = image_positions(num_tokens, items, merge_size=2)
+    positions, delta = item_positions(num_tokens, items, merge_size=2)
     assert positions.tolist() == expected[:, 0].tolist()
     assert delta == deltas.item()
 
@@ -116,7 +117,7 @@ def test_positions_equal_hugging_face_for_still_pictures(parts: list) -> None:
 def test_text_goes_on_after_the_maximum_of_all_axes(parts: list) -> None:
     doubled = [p if isinstance(p, int) else (p[0] * 2, p[1] * 2) for p in parts]
     num_tokens, items = layout(*doubled)
-    positions, delta = image_positions(num_tokens, items, merge_size=2)
+    positions, delta = item_positions(num_tokens, items, merge_size=2)
     assert positions.max() + 1 == num_tokens + delta
     for item in items:
         (span,) = item.offsets
@@ -124,7 +125,51 @@ def test_text_goes_on_after_the_maximum_of_all_axes(parts: list) -> None:
         assert positions[:, span.start].tolist() == [before + 1] * 3
 
 
+def clip_layout(
+    times: list[int] | list[None], height: int, width: int, before: int, between: int, after: int
+) -> tuple[int, list[Item]]:
+    """A prompt with one video, `between` tokens of text from step to step."""
+    start, items = before, []
+    for step, time in enumerate(times):
+        stop = start + height * width
+        item = picture((1, 2 * height, 2 * width), Span(start, stop))
+        items.append(dataclasses.replace(item, modality=Modality.VIDEO, step=step, time=time))
+        start = stop + between
+    return start - between + after, items
+
+
+@pytest.mark.parametrize(
+    ("times", "time_rows", "text", "delta"),
+    [
+        # Qwen2-VL counts steps; Qwen2.5-VL two positions a second. The text after a video goes on
+        # behind its time, which reaches beyond its height and width here.
+        ([0, 1, 2, 3, 4], [2, 3, 4, 5, 6], [7, 8, 9], -15),
+        ([0, 2, 4, 6, 8], [2, 4, 6, 8, 10], [11, 12, 13], -11),
+        ([0, 0, 1, 1, 1], [2, 2, 3, 3, 3], [4, 5, 6], -18),
+    ],
+)
+def test_positions_of_a_video_worked_out_by_hand(
+    times: list[int], time_rows: list[int], text: list[int], delta: int
+) -> None:
+    positions, found = item_positions(*clip_layout(times, 2, 2, 2, 0, 3), merge_size=2)
+    assert found == delta
+    assert positions[:, :2].tolist() == [[0, 1]] * 3
+    assert positions[0, 2:22].tolist() == np.repeat(time_rows, 4).tolist()
+    assert positions[1, 2:22].tolist() == [2, 2, 3, 3] * 5
+    assert positions[2, 2:22].tolist() == [2, 3, 2, 3] * 5
+    assert positions[:, 22:].tolist() == [text] * 3
+
+
+def test_steps_without_a_time_are_numbered_as_pictures() -> None:
+    num_tokens, items = clip_layout([None] * 3, 2, 4, 1, 3, 2)
+    pictures = [picture(item.grid_thw, item.offsets[0]) for item in items]
+    expected, delta = item_positions(num_tokens, pictures, merge_size=2)
+    positions, found = item_positions(num_tokens, items, merge_size=2)
+    assert found == delta
+    np.testing.assert_array_equal(positions, expected)
+
+
 @pytest.mark.parametrize("grid", [(1, 4, 4), (2, 4, 4), (1, 4, 8)])
 def test_grid_that_does_not_fill_its_span_is_refused(grid: tuple[int, int, int]) -> None:
     with pytest.raises(PlaceholderError, match="its span"):
-        image_positions(9, [picture(grid, Span(1, 6))], merge_size=2)
+        item_positions(9, [picture(grid, Span(1, 6))], merge_size=2)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxmm.errors import PlaceholderError
 from jaxmm.host.identity import SENTINEL_BASE, sentinels_for
 from jaxmm.host.item import Item, Modality, Span
-from jaxmm.host.mrope import image_positions
+from jaxmm.host.mrope import item_positions
 from jaxmm.host.placeholders import (
     build_prompt,
     check_slots,
@@ -19,6 +19,7 @@ from jaxmm.host.placeholders import (
     find_spans,
     pad_expanded,
     prompt_of_spans,
+    unfold,
 )
 
 PAD, START, END = 90, 91, 92
@@ -38,7 +39,7 @@ def item(height: int, width: int, name: bytes = b"a") -> Item:
 
 
 def positions(num_tokens: int, items: tuple[Item, ...]) -> tuple[np.ndarray, int]:
-    return image_positions(num_tokens, items, merge_size=2)
+    return item_positions(num_tokens, items, merge_size=2)
 
 
 prompts = st.lists(st.integers(0, 80) | st.builds(lambda n: (n,), st.integers(1, 30)), max_size=20)
@@ -210,3 +211,15 @@ def test_cache_ids_keep_sentinels_above_every_token() -> None:
     prompt = build_prompt(np.array([999_999, PAD]), [1], [item(2, 40)], positions)
     assert (prompt.cache_ids[1:] >= SENTINEL_BASE).all()
     assert prompt.ids.max() < SENTINEL_BASE
+
+
+def test_each_step_of_a_video_gets_a_place_with_what_stands_around_it() -> None:
+    ids = np.array([1, 2, 90, 3, 91, 4, 90])
+    a, b, none = np.array([7, 8]), np.array([9]), np.zeros(0, np.int64)
+    unfolded, slots = unfold(ids, [2, 4, 6], [None, [(a, b), (b, none)], None])
+    assert unfolded.tolist() == [1, 2, 90, 3, 7, 8, 91, 9, 9, 91, 4, 90]
+    assert slots.tolist() == [2, 6, 9, 11]
+    assert ids.tolist() == [1, 2, 90, 3, 91, 4, 90]
+    same, unmoved = unfold(ids, [2, 6], [None, None])
+    assert same.tolist() == ids.tolist()
+    assert unmoved.tolist() == [2, 6]

@@ -11,6 +11,7 @@ import transformers
 from jaxmm.errors import ModelError
 from jaxmm.models import family_module, read_config
 from jaxmm.models.config import ModelConfig
+from jaxmm.sizes import weight_count
 from tests.checkpoints import FAMILIES, Family, checkpoint
 
 
@@ -46,8 +47,20 @@ def assert_same_as_transformers(config: ModelConfig, directory: Path) -> None:
     assert ours.num_kv_heads == text.num_key_value_heads
     assert ours.rms_eps == text.rms_norm_eps
     assert ours.rope_theta == text.rope_parameters["rope_theta"]
-    assert list(ours.mrope_section) == text.rope_parameters.get("mrope_section", [16, 24, 24])
+    qwen3 = config.family.startswith("qwen3")
+    section = [24, 20, 20] if qwen3 else [16, 24, 24]
+    assert list(ours.mrope_section) == text.rope_parameters.get("mrope_section", section)
     assert ours.tied == theirs.tie_word_embeddings
+    if qwen3:
+        assert ours.head_channels == text.head_dim
+        assert config.vision.position_side**2 == vision.num_position_embeddings
+        assert config.vision.deepstack_layers == tuple(vision.deepstack_visual_indexes)
+        assert ours.deepstack_levels == len(vision.deepstack_visual_indexes)
+    if config.family == "qwen3_vl_moe":
+        assert ours.num_experts == text.num_experts
+        assert ours.experts_per_token == text.num_experts_per_tok
+        assert ours.expert_width == text.moe_intermediate_size
+        assert ours.dense_layers == tuple(text.mlp_only_layers)
     assert config.vision.depth == vision.depth
     assert config.vision.num_heads == vision.num_heads
     assert config.vision.patch_size == vision.patch_size
@@ -60,6 +73,9 @@ def assert_same_as_transformers(config: ModelConfig, directory: Path) -> None:
         assert config.vision.width == vision.hidden_size
         assert config.vision.mlp_width == vision.intermediate_size
         assert config.vision.out_width == vision.out_hidden_size
+        if qwen3:
+            assert config.vision.window_patches == 0
+            return
         assert config.vision.window_patches == (vision.window_size // vision.patch_size) ** 2
         assert config.vision.full_attention_layers == tuple(vision.fullatt_block_indexes)
 
@@ -75,7 +91,8 @@ def test_form_saved_by_transformers_reads_like_transformers(family: Family, tmp_
 
 
 def test_missing_keys_have_the_defaults_of_the_class(family: Family, tmp_path: Path) -> None:
-    vision = {"hidden_size": 8192} if family == "qwen2_vl" else {"out_hidden_size": 8192}
+    width = {"qwen3_vl": 4096, "qwen3_vl_moe": 2048}.get(family, 8192)
+    vision = {"hidden_size" if family == "qwen2_vl" else "out_hidden_size": width}
     write(tmp_path, {"model_type": family, "vision_config": vision})
     assert_same_as_transformers(read_config(tmp_path), tmp_path)
 
@@ -103,8 +120,41 @@ def test_published_7b_of_qwen2_5_vl_with_the_keys_that_its_file_has(tmp_path: Pa
     assert config.eos_token_ids == (151645,)
 
 
+def test_published_30b_a3b_of_qwen3_vl_with_the_keys_that_its_file_has(tmp_path: Path) -> None:
+    text = {
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "rope_scaling": {
+            "mrope_interleaved": True,
+            "mrope_section": [24, 20, 20],
+            "rope_type": "default",
+        },
+        "rope_theta": 5000000,
+        "vocab_size": 151936,
+    }
+    vision = {"model_type": "qwen3_vl_moe", "out_hidden_size": 2048}
+    write(tmp_path, {"model_type": "qwen3_vl_moe", "text_config": text, "vision_config": vision})
+    config = read_config(tmp_path)
+    # the name says 30 billion
+    assert 29e9 < weight_count(config) < 32e9
+    assert config.text.row_width == 4 * 2048
+    assert (config.text.head_channels, config.text.rope_theta) == (128, 5e6)
+    assert all(map(config.text.has_experts, range(48)))
+
+
 def test_eos_ids_are_those_of_the_generation_config(family: Family, tmp_path: Path) -> None:
-    write(tmp_path, published(family) | {"eos_token_id": 7})
+    raw = published(family)
+    raw.get("text_config", {}).pop("eos_token_id", None)
+    write(tmp_path, raw | {"eos_token_id": 7})
     assert read_config(tmp_path).eos_token_ids == (7,)
     write(tmp_path, {"eos_token_id": [5, 6]}, "generation_config.json")
     assert read_config(tmp_path).eos_token_ids == (5, 6)
@@ -171,5 +221,45 @@ def test_what_cannot_be_served_is_named(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write(tmp_path, published("qwen2_vl") | change)
+    with pytest.raises(ModelError, match=message):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"rope_scaling": {"mrope_interleaved": False}}, "mrope_interleaved=False"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+        ({"num_experts_per_tok": 7}, "7 experts a token of only 6"),
+        ({"num_hidden_layers": 2}, "3 deepstack levels for 2 layers"),
+        ({"num_key_value_heads": 3}, "4 query heads are no multiple of 3"),
+    ],
+)
+def test_what_qwen3_cannot_be_is_named(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    raw = published("qwen3_vl_moe")
+    raw["text_config"] |= change
+    write(tmp_path, raw)
+    with pytest.raises(ModelError, match=message):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_position_embeddings": 60}, "num_position_embeddings=60 is not a square"),
+        ({"deepstack_visual_indexes": [3, 1]}, r"\[3, 1\] do not ascend below the 4 layers"),
+        ({"deepstack_visual_indexes": [1, 4]}, r"\[1, 4\] do not ascend"),
+        ({"hidden_act": "silu"}, "hidden_act='silu' is not supported"),
+    ],
+)
+def test_what_its_encoder_cannot_be_is_named(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    raw = published("qwen3_vl")
+    raw["vision_config"] |= change
+    write(tmp_path, raw)
     with pytest.raises(ModelError, match=message):
         read_config(tmp_path)

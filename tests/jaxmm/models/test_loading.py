@@ -61,6 +61,7 @@ def change_weights(directory: Path, change: dict[str, torch.Tensor | None]) -> N
     save_file({name: value for name, value in weights.items() if value is not None}, file)
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_text_parameters_equal_those_that_transformers_loads(family: Family) -> None:
     model = transformers.AutoModelForImageTextToText.from_pretrained(checkpoint(family))
     theirs = {name: p.detach().numpy() for name, p in model.named_parameters()}
@@ -87,6 +88,15 @@ def test_text_parameters_equal_those_that_transformers_loads(family: Family) -> 
         np.testing.assert_array_equal(layer["down_DF"], at("mlp.down_proj.weight"))
         np.testing.assert_array_equal(layer["attn_norm_D"], at("input_layernorm.weight"))
         np.testing.assert_array_equal(layer["mlp_norm_D"], at("post_attention_layernorm.weight"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_parameters_hold_every_value_that_transformers_loads(family: Family) -> None:
+    model = transformers.AutoModelForImageTextToText.from_pretrained(checkpoint(family))
+    parts = [*model.model.language_model.parameters(), *model.lm_head.parameters()]
+    theirs = np.concatenate([p.detach().numpy().ravel() for p in parts])
+    ours = np.concatenate([v.ravel() for v in leaves(load(checkpoint(family))["text"]).values()])
+    np.testing.assert_array_equal(np.sort(ours), np.sort(theirs))
 
 
 def test_vision_parameters_hold_every_value_that_transformers_loads(family: Family) -> None:

@@ -1,4 +1,4 @@
-"""Both vision encoders against transformers, several images in one lane."""
+"""The vision encoders against transformers, several images in one lane."""
 
 import functools
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import torch
 import transformers
 from flax import nnx
 
+from jaxmm.device.lane import Lane
 from jaxmm.host.lanes import pack_lane
 from jaxmm.models import family_module, read_config
 from jaxmm.models.loading import load_params
@@ -31,6 +32,8 @@ GRIDS = {
     "20 to 1 tall": [(1, 40, 2)],
     "three sizes": [(1, 12, 6), (1, 8, 8), (1, 22, 18)],
     "the same size twice": [(1, 6, 10), (1, 6, 10)],
+    "video": [(3, 6, 8)],
+    "video beside a picture": [(1, 4, 6), (2, 10, 6), (1, 8, 8)],
 }
 
 
@@ -55,43 +58,65 @@ def encoder(family: Family, implementation: str) -> Callable[..., jax.Array]:
     return jax.jit(nnx.merge(graph, state))
 
 
-def random_patches(grids: list[tuple[int, int, int]]) -> list[np.ndarray]:
+def random_patches(family: Family, grids: list[tuple[int, int, int]]) -> list[np.ndarray]:
+    """Of still pictures uint8[n, U], of video (t > 1) uint8[t * n, 2 * U]."""
     random = np.random.default_rng(len(grids))
+    values = read_config(checkpoint(family)).vision.patch_values
     return [
-        random.integers(0, 256, (h * w, 3 * 14 * 14), np.uint8).astype(np.uint8)
-        for _, h, w in grids
+        random.integers(0, 256, (t * h * w, values * (1 if t == 1 else 2))).astype(np.uint8)
+        for t, h, w in grids
     ]
 
 
 def reference_rows(family: Family, patches: list[np.ndarray], grids: list) -> np.ndarray:
     """Rows of transformers' encoder, for pixels normalised by its processor's rule."""
     config = read_config(checkpoint(family)).vision
-    pixels = np.concatenate(patches).reshape(-1, 3, 1, 14, 14).astype(np.float64) / 255.0
+    size = config.patch_size
     mean, std = (np.array(v).reshape(3, 1, 1, 1) for v in (config.image_mean, config.image_std))
-    frames = np.repeat((pixels - mean) / std, 2, axis=2).reshape(len(pixels), -1)
+    frames = []
+    for item in patches:
+        pair = item.reshape(len(item), -1, 3, size, size).astype(np.float64) / 255.0
+        pair = np.repeat(pair, 3 - pair.shape[1], axis=1)  # a still picture is its frame twice
+        frames.append(((pair.transpose(0, 2, 1, 3, 4) - mean) / std).reshape(len(item), -1))
     with torch.no_grad():
         output = reference_encoder(family)(
-            torch.from_numpy(frames.astype(np.float32)), grid_thw=torch.tensor(grids)
+            torch.from_numpy(np.concatenate(frames).astype(np.float32)),
+            grid_thw=torch.tensor(grids),
         )
-    return output.pooler_output.numpy()
+    levels = [output.pooler_output, *getattr(output, "deepstack_features", [])]
+    return torch.cat(levels, dim=1).numpy()
 
 
 def encode(
     family: Family, patches: list[np.ndarray], grids: list, implementation: str = "portable"
 ) -> np.ndarray:
     """Rows of jaxmm's encoder, in raster order, by way of a lane."""
-    window_patches = read_config(checkpoint(family)).vision.window_patches
-    sizes = [h * w // 4 for _, h, w in grids]
+    config = read_config(checkpoint(family)).vision
+    sizes = [t * h * w // 4 for t, h, w in grids]
     slots = np.split(np.arange(sum(sizes), dtype=np.int32), np.cumsum(sizes)[:-1])
     lane = pack_lane(
         patches,
         grids,
         slots,
         lane_patches=LANE_PATCHES,
-        window_patches=window_patches,
+        patch_values=config.patch_values,
+        window_patches=config.window_patches,
+        with_sizes=config.position_side > 0,
         drop_slot=sum(sizes),
     )
-    rows = encoder(family, implementation)(lane.patches, lane.coords, lane.segment, lane.window)
+    later = lane.patches if lane.later is None else lane.later
+    rows = encoder(family, implementation)(
+        Lane(
+            patches_NU=lane.patches,
+            later_NU=later,
+            any_later=np.bool_(lane.later is not None),
+            coords_N2=lane.coords,
+            segment_N=lane.segment,
+            window_N=lane.window,
+            size_N2=lane.sizes,
+            slot_M=lane.slots,
+        )
+    )
     assert np.isfinite(rows).all()
     placed = np.zeros((sum(sizes) + 1, rows.shape[1]), np.float32)
     placed[lane.slots] = rows
@@ -102,7 +127,7 @@ def encode(
 @pytest.mark.parametrize("case", GRIDS)
 def test_rows_equal_those_of_transformers(family: Family, case: str) -> None:
     grids = GRIDS[case]
-    patches = random_patches(grids)
+    patches = random_patches(family, grids)
     expected = reference_rows(family, patches, grids)
     rows = encode(family, patches, grids)
     np.testing.assert_allclose(rows, expected, atol=RELATIVE * np.abs(expected).max(), rtol=0)
@@ -111,7 +136,7 @@ def test_rows_equal_those_of_transformers(family: Family, case: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_implementations_agree(family: Family) -> None:
     grids = GRIDS["three sizes"]
-    patches = random_patches(grids)
+    patches = random_patches(family, grids)
     portable = encode(family, patches, grids)
     reference = encode(family, patches, grids, "reference")
     np.testing.assert_allclose(portable, reference, atol=RELATIVE * np.abs(reference).max(), rtol=0)
@@ -120,7 +145,7 @@ def test_implementations_agree(family: Family) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_do_not_depend_on_lane_mates(family: Family) -> None:
     grids = GRIDS["three sizes"]
-    patches = random_patches(grids)
+    patches = random_patches(family, grids)
     together = encode(family, patches, grids)
     alone = encode(family, patches[1:2], grids[1:2])
     first = grids[0][1] * grids[0][2] // 4

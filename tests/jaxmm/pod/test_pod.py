@@ -1,0 +1,112 @@
+"""Pods of 2 and 4 local processes: the oracle is the same engine in one process."""
+
+import functools
+import json
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jaxmm.models.converted import convert
+from serving.example import picture_uri
+from tests.checkpoints import checkpoint
+from tests.engines import make_engine
+from tests.pods import FEW, free_port, pod, workload
+
+LEADER = ("-m", "tests.pods")
+
+pytestmark = pytest.mark.slow
+
+
+@functools.cache
+def expected(model: Path) -> list[list[int]]:
+    """The workload's tokens from one process."""
+    with make_engine("qwen2_5_vl", model=str(model), **FEW) as alone:
+        return workload(alone)
+
+
+def first_answer(process: subprocess.Popen[str]) -> list[list[int]]:
+    """What process 0 prints once the workload is done."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("[["):
+            return json.loads(line)
+    raise AssertionError("".join(lines))
+
+
+def ends(process: subprocess.Popen[str], since: float) -> tuple[int, str]:
+    """Exit status and output of a process that ends within ten seconds of a time."""
+    out, _ = process.communicate(timeout=max(0.1, 10 - (time.monotonic() - since)))
+    return process.returncode, out
+
+
+def test_two_processes_answer_as_one_and_each_names_the_one_that_was_killed() -> None:
+    model = checkpoint("qwen2_5_vl")
+    with pod(model, LEADER, 2) as (leader, follower):
+        assert first_answer(leader) == expected(model)
+        follower.kill()
+        status, out = ends(leader, time.monotonic())
+    assert status == 1
+    assert re.search(r"the pod ends: process 1 \(.*\) was lost", out)
+    assert re.search(r"heard: the engine has stopped: process 1 \(.*\) was lost", out)
+
+
+def test_four_processes_answer_as_one_and_all_name_the_one_that_was_killed() -> None:
+    """The model has two KV heads: each of them stands on two chips."""
+    model = checkpoint("qwen2_5_vl")
+    with pod(model, LEADER, 4) as processes:
+        assert first_answer(processes[0]) == expected(model)
+        processes[2].kill()
+        since = time.monotonic()
+        for process in (processes[0], processes[1], processes[3]):
+            status, out = ends(process, since)
+            assert status == 1
+            assert re.search(r"the pod ends: process 2 \(.*\) was lost", out), out
+
+
+def test_a_converted_model_is_restored_by_parts_and_the_end_of_process_0_ends_all(
+    tmp_path: Path,
+) -> None:
+    model = checkpoint("qwen2_5_vl")
+    convert(model, tmp_path / "model", progress=False)
+    with pod(tmp_path / "model", LEADER, 2) as (leader, follower):
+        assert first_answer(leader) == expected(model)
+        leader.kill()
+        status, out = ends(follower, time.monotonic())
+    assert status != 0  # JAX too ends a process whose coordinator is gone
+    assert "the pod ends: process 0 (127.0.0.1) was lost" in out
+
+
+def test_the_server_runs_on_a_pod_and_ends_in_order_when_any_host_is_asked_to() -> None:
+    port = free_port()
+    serve = ("-m", "serving.cli", "serve")
+    with pod(checkpoint("qwen2_5_vl"), serve, 2, JAXMM_PORT=port) as (leader, follower):
+        assert leader.stdout is not None
+        assert any(line.startswith("jaxmm serves at") for line in leader.stdout)
+        content = [
+            {"type": "image_url", "image_url": {"url": picture_uri()}},
+            {"type": "text", "text": "what?"},
+        ]
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8}
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60)
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] > 0
+        follower.send_signal(signal.SIGTERM)
+        since = time.monotonic()
+        assert ends(leader, since)[0] == 0
+        assert ends(follower, since)[0] == 0
+
+
+def test_processes_that_were_started_otherwise_end_at_once_and_say_which() -> None:
+    other = {"JAXMM_PAGES_NUM_PAGES": 64}
+    with pod(checkpoint("qwen2_5_vl"), LEADER, 2, for_followers=other) as (leader, follower):
+        for process in (leader, follower):
+            out, _ = process.communicate(timeout=120)
+            assert process.returncode == 1
+            assert re.search(r"process 1 \(.*\) serves another model, or has other settings", out)
