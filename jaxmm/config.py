@@ -237,7 +237,7 @@ class EngineConfig:
     """`host:port` of process 0, port free; empty: what Cloud TPU or GKE say, if they do."""
     num_processes: int = 0
     """Processes of the pod, with `coordinator`; 1: never look for others."""
-    process_id: int = -1
+    process_id: int = 0
     """Which of them this is, from 0 up, with `coordinator`."""
     max_model_len: int = 0
     """Tokens of prompt and output together; 0: the checkpoint's limit, at most 32768."""
@@ -270,14 +270,14 @@ class EngineConfig:
             max_waiting=(1, 1 << 20),
             memory_fraction=(0.01, 1.0),
             num_processes=(0, 4096),
-            process_id=(-1, 4095),
+            process_id=(0, 4095),
         )
         self._check_pod()
 
     def _check_pod(self) -> None:
         if not self.coordinator:
             _require(
-                self.num_processes in (0, 1) and self.process_id in (-1, 0),
+                self.num_processes in (0, 1) and self.process_id == 0,
                 f"num_processes={self.num_processes} and process_id={self.process_id} need a "
                 "coordinator; give host:port of process 0",
             )

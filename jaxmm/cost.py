@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageCost:
-    """One image of a request."""
+    """One image of a request, or one time step of a video."""
 
     tokens: int
     """Tokens of the prompt, and rows of the arena."""

@@ -209,7 +209,8 @@ class Embeddings:
 
     rows: Any
     """float[M, D]: one row for each of the picture's tokens, in their order; D is the width of the
-    text embeddings. Any float type; taken as float32."""
+    text embeddings, times one more than the levels of models with deepstack. Any float type; taken
+    as float32."""
     grid_thw: tuple[int, int, int]
     """Patches by (time, height, width), before merging, as the image processor gives it."""
 

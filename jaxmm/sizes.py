@@ -66,6 +66,7 @@ def settle_sizes(
     memory_bytes: int,
     itemsize: int,
     kernels: Literal["portable", "pallas"] = "portable",
+    num_chips: int = 1,
 ) -> Sizes:
     """Fill in the sizes left at 0.
 
@@ -77,6 +78,8 @@ def settle_sizes(
         memory_bytes: Memory of one device.
         itemsize: Bytes of one weight or KV value.
         kernels: The implementation of the ops; "pallas" has sizes of its own.
+        num_chips: Chips that the text model and its pages are split over. Those of a CPU are
+            simulated, and share its memory.
 
     Raises:
         ConfigError: Settings that exceed the memory or the model, or contradict each other.
@@ -101,8 +104,9 @@ def settle_sizes(
     max_model_len = config.max_model_len or min(model.max_position, _MAX_MODEL_LEN)
     num_rows = config.arena.num_rows or max(16384, patches[-1])
     num_rows = round_up(num_rows, config.arena.page_rows)
+    memory_bytes = memory_bytes // num_chips if on_cpu else memory_bytes
     num_pages = config.pages.num_pages or _pages_that_fit(
-        config, model, page_size, num_rows, on_cpu, memory_bytes, itemsize
+        config, model, page_size, num_rows, on_cpu, memory_bytes, itemsize, num_chips
     )
     if max_model_len > num_pages * page_size:
         _require_pages(config, num_pages, page_size)
@@ -117,7 +121,7 @@ def settle_sizes(
         max_lane_patches=patches[-1],
         buckets=Buckets(tokens=tokens, patches=patches),
     )
-    _check_memory(sizes, model, memory_bytes * config.tensor_parallel, itemsize)
+    _check_memory(sizes, model, memory_bytes, itemsize, num_chips)
     return sizes
 
 
@@ -132,8 +136,11 @@ def page_bytes(model: ModelConfig, page_size: int, itemsize: int) -> int:
     return text.num_layers * 2 * text.num_kv_heads * page_size * text.head_channels * itemsize
 
 
-def weight_count(model: ModelConfig) -> int:
-    """Parameters of the model, norms and biases left out (below a thousandth)."""
+def weight_count(model: ModelConfig, num_chips: int = 1) -> int:
+    """Parameters that each chip holds, norms and biases left out (below a thousandth).
+
+    The text model is split over the chips, the encoder is whole on each.
+    """
     t, v = model.text, model.vision
     heads = t.num_heads * t.head_channels
     attention = t.width * (2 * heads + 2 * t.num_kv_heads * t.head_channels)
@@ -147,7 +154,8 @@ def weight_count(model: ModelConfig) -> int:
     merged = v.width * v.merged_patches
     vocab = t.vocab_size * t.width * (1 if t.tied else 2)
     mergers = (1 + t.deepstack_levels) * merged * (merged + v.out_width)
-    return t.num_layers * attention + mlps + v.depth * block + mergers + vocab
+    text = t.num_layers * attention + mlps + vocab
+    return text // num_chips + v.depth * block + mergers
 
 
 def _lane_patches(config: EngineConfig, model: ModelConfig, max_patches: int) -> int:
@@ -194,25 +202,30 @@ def has_room_for_twin(
     return needed <= int(memory_bytes * config.memory_fraction)
 
 
-def _memory_parts(sizes: Sizes, model: ModelConfig, itemsize: int) -> dict[str, int]:
-    """Bytes by the setting that decides about them."""
+def _memory_parts(
+    sizes: Sizes, model: ModelConfig, itemsize: int, num_chips: int = 1
+) -> dict[str, int]:
+    """Bytes of one chip by the setting that decides about them."""
+    pages = sizes.num_pages * page_bytes(model, sizes.page_size, itemsize)
     return {
-        "weights": weight_count(model) * itemsize,
-        "pages.num_pages": sizes.num_pages * page_bytes(model, sizes.page_size, itemsize),
-        "arena.num_rows": sizes.num_rows * model.text.width * itemsize,
+        "weights": weight_count(model, num_chips) * itemsize,
+        "pages.num_pages": pages // num_chips,
+        "arena.num_rows": sizes.num_rows * model.text.row_width * itemsize,
         "max_running": sizes.max_running * model.text.vocab_size * _COUNT_BYTES,
     }
 
 
-def _check_memory(sizes: Sizes, model: ModelConfig, memory_bytes: int, itemsize: int) -> None:
-    """Refuse sizes that this device cannot hold, before anything is allocated."""
-    parts = _memory_parts(sizes, model, itemsize)
+def _check_memory(
+    sizes: Sizes, model: ModelConfig, memory_bytes: int, itemsize: int, num_chips: int
+) -> None:
+    """Refuse sizes that a device cannot hold, before anything is allocated."""
+    parts = _memory_parts(sizes, model, itemsize, num_chips)
     if sum(parts.values()) > memory_bytes:
         listed = ", ".join(f"{name} {size >> 20} MiB" for name, size in parts.items())
         largest = max(parts, key=lambda name: parts[name])
         remedy = "use a smaller model" if largest == "weights" else f"lower {largest}"
         raise ConfigError(
-            f"the devices have {memory_bytes >> 20} MiB and the settings ask for more: {listed}; "
+            f"a device has {memory_bytes >> 20} MiB and the settings ask for more: {listed}; "
             f"{remedy}"
         )
 
@@ -225,12 +238,13 @@ def _pages_that_fit(
     on_cpu: bool,
     memory_bytes: int,
     itemsize: int,
+    num_chips: int,
 ) -> int:
-    taken = (weight_count(model) + num_rows * model.text.row_width) * itemsize
+    taken = (weight_count(model, num_chips) + num_rows * model.text.row_width) * itemsize
     budget = int(memory_bytes * config.memory_fraction) - taken
     if on_cpu:
         budget = min(budget, _CPU_KV_BYTES)
-    pages = budget // page_bytes(model, page_size, itemsize)
+    pages = budget * num_chips // page_bytes(model, page_size, itemsize)
     if pages < 2:
         raise ConfigError(
             f"memory_fraction={config.memory_fraction} of {memory_bytes >> 20} MiB leaves no room "

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxmm.config import EngineConfig
-from jaxmm.device.backend import Backend, check_sizes, settle_backend
+from jaxmm.device.backend import Backend, check_sizes, settle_backend, spread_kv_heads
 from jaxmm.device.executables import source_digest
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.runner import Runner
@@ -187,6 +187,7 @@ def settle_basis(config: EngineConfig) -> Basis:
     dtype = _dtype(config)
     processor = _processor(config, model, directory)
     backend = settle_backend(config.kernels, config.tensor_parallel, model, dtype)
+    model = spread_kv_heads(model, backend.num_shards)
     return Basis(
         directory=directory,
         model=model,
@@ -349,7 +350,8 @@ def describe_buckets(config: EngineConfig) -> str:
         return packed_patches(processor.grid(height, width), model.vision.window_patches)
 
     backend = settle_backend(config.kernels, config.tensor_parallel, model, _dtype(config))
-    return describe(_sizes(config, model, processor, backend), packed)
+    spread = spread_kv_heads(model, backend.num_shards)
+    return describe(_sizes(config, spread, processor, backend), packed)
 
 
 def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
@@ -402,6 +404,7 @@ def _sizes(config: EngineConfig, model: ModelConfig, processor: Any, backend: Ba
         memory_bytes=device_memory_bytes(),
         itemsize=dtype.itemsize,
         kernels=backend.kernels,
+        num_chips=backend.num_shards,
     )
     check_sizes(backend, sizes.page_size, sizes.max_running, sizes.num_table_pages, dtype)
     return sizes

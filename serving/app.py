@@ -92,7 +92,7 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
 
     app = FastAPI(title="jaxmm", version=__version__, lifespan=lifespan)
     app.state.draining = False
-    app.state.lag = LagProbe()
+    app.state.lag = LagProbe(metrics.observe_lag)
     # the last is the outermost: named, then let in by its key, then admitted
     app.add_middleware(Admission, config=config)
     app.add_middleware(Keys, tenants=tenants)

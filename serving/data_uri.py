@@ -7,10 +7,12 @@ from urllib.parse import unquote_to_bytes
 
 from jaxmm.errors import MediaError, MediaTooLarge
 
-_PIECE_CHARACTERS = 1 << 18
+_MAX_HEAD_BYTES = 4096
+"""Before the comma."""
+_PIECE_BYTES = 1 << 18
 """Decoded at once: half a millisecond in which no other thread runs."""
 _WHITE_SPACE = b" \t\n\f\r"
-_CUT_ESCAPE = re.compile(r"%[0-9A-Fa-f]?\Z")
+_CUT_ESCAPE = re.compile(rb"%[0-9A-Fa-f]?\Z")
 
 
 def decode_data_uri(uri: str | memoryview, max_bytes: int) -> bytes:
@@ -23,37 +25,37 @@ def decode_data_uri(uri: str | memoryview, max_bytes: int) -> bytes:
         MediaTooLarge: More than `max_bytes` bytes.
         MediaError: Not a base64 data URI.
     """
-    head, comma, data = _text(uri).partition(",")
-    if not comma or head.rpartition(";")[2].strip().lower() != "base64" or ";" not in head:
-        raise MediaError("a data URI must have the form data:image/png;base64,…")
-    data = data.partition("#")[0]
-    if "%" not in data:  # escapes and white space make it longer than what it holds
-        _check_size((len(data) - _num_white(data)) * 3 // 4 - 2, max_bytes)
-    decoded = bytearray()
     try:
-        for piece in _quads(data):
-            decoded += binascii.a2b_base64(piece, strict_mode=True)
-            _check_size(len(decoded), max_bytes)
+        view = memoryview(uri.encode("ascii")) if isinstance(uri, str) else uri
+        head, comma, _ = bytes(view[:_MAX_HEAD_BYTES]).partition(b",")
+        if not comma or b";" not in head or _last_word(head) != b"base64":
+            raise MediaError("a data URI must have the form data:image/png;base64,…")
+        return _decode(view[len(head) + 1 :], max_bytes)
     except (binascii.Error, UnicodeEncodeError):
         raise MediaError("the data URI is not valid base64") from None
-    return bytes(decoded)
 
 
-def _text(uri: str | memoryview) -> str:
-    if isinstance(uri, str):
-        return uri
-    try:
-        return str(uri, "ascii")
-    except UnicodeDecodeError:
-        raise MediaError("the data URI is not valid base64") from None
+def _last_word(head: bytes) -> bytes:
+    return head.rpartition(b";")[2].strip().lower()
 
 
-def _quads(data: str) -> Iterator[bytes]:
+def _decode(data: memoryview, max_bytes: int) -> bytes:
+    decoded, num_bytes = [], 0
+    for piece in _quads(data):
+        decoded.append(binascii.a2b_base64(piece, strict_mode=True))
+        num_bytes += len(decoded[-1])
+        if num_bytes > max_bytes:
+            raise MediaTooLarge(
+                f"the data URI holds too many bytes; the limit is {max_bytes}. Send a smaller one."
+            )
+    return b"".join(decoded)
+
+
+def _quads(data: memoryview) -> Iterator[bytes]:
     """Pieces of whole groups of four characters, escapes undone, white space and `=` left out."""
     rest, padded = b"", False
     for piece in _pieces(data):
-        plain = unquote_to_bytes(piece) if "%" in piece else piece.encode("ascii")
-        plain = plain.translate(None, _WHITE_SPACE)
+        plain = (unquote_to_bytes(piece) if b"%" in piece else piece).translate(None, _WHITE_SPACE)
         bare = plain.rstrip(b"=")
         if padded and bare:
             raise binascii.Error("data after the padding")
@@ -65,29 +67,21 @@ def _quads(data: str) -> Iterator[bytes]:
     yield _unpadded(rest) + b"=" * (-len(rest) % 4)
 
 
-def _pieces(data: str) -> Iterator[str]:
-    """Cut where no escape is cut."""
+def _pieces(data: memoryview) -> Iterator[bytes]:
+    """Cut where no escape is cut, up to a fragment."""
     start = 0
     while start < len(data):
-        piece = data[start : start + _PIECE_CHARACTERS]
+        piece = bytes(data[start : start + _PIECE_BYTES])
         if cut := _CUT_ESCAPE.search(piece):
             piece = piece[: cut.start()] or piece
-        yield piece
         start += len(piece)
+        bare, fragment, _ = piece.partition(b"#")
+        yield bare
+        if fragment:
+            return
 
 
 def _unpadded(piece: bytes) -> bytes:
     if b"=" in piece:
         raise binascii.Error("padding inside the data")
     return piece
-
-
-def _num_white(data: str) -> int:
-    return sum(data.count(chr(white)) for white in _WHITE_SPACE)
-
-
-def _check_size(num_bytes: int, max_bytes: int) -> None:
-    if num_bytes > max_bytes:
-        raise MediaTooLarge(
-            f"the data URI holds {num_bytes} bytes; the limit is {max_bytes}. Send a smaller image."
-        )

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -20,13 +21,13 @@ class LagProbe:
     time of the loop's thread; a machine that had no core free for it shows as lag alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, observe: Callable[[float], object] = lambda _: None) -> None:
+        """Tell `observe` of every lag, in seconds."""
+        self.observe = observe
         self.max_seconds = 0.0
         """The longest lag since `take`."""
         self.max_busy_seconds = 0.0
         """The most processor time that the loop's thread took between two wakes."""
-        self.lags: list[float] | None = None
-        """Every lag, where somebody sets it to a list."""
 
     def take(self) -> tuple[float, float]:
         """Give the longest lag and the most time busy, and begin anew."""
@@ -47,5 +48,4 @@ class LagProbe:
             if busy > BUSY_SECONDS and now - warned_at > _QUIET_SECONDS:
                 logger.warning("event loop held busy_seconds=%.3f lag_seconds=%.3f", busy, lag)
                 warned_at = now
-            if self.lags is not None:
-                self.lags.append(lag)
+            self.observe(lag)

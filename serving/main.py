@@ -1,5 +1,6 @@
 """Starting the server, and telling how to use it. Host only."""
 
+import gc
 import json
 import os
 import shlex
@@ -20,6 +21,9 @@ from serving.lifetime import Server, described
 from serving.logs import configure_logs
 
 _BACKLOG = 2048
+_SWITCH_SECONDS = 0.001
+"""Python's 5 ms is what the event loop would wait for the GIL at each of its system calls, while
+other threads decode base64 and build prompts."""
 
 
 def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
@@ -40,6 +44,7 @@ def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
         engine = load(config.engine)
         try:
             signal.signal(signal.SIGTERM, _leave)  # uvicorn raises it again when it has drained
+            tune_interpreter()
             listener.listen(_BACKLOG)  # a line pasted at once waits instead of failing
             _print_usage(config, listener, engine.model_name)
             server = Server(uvicorn_config(engine, config), engine, config)
@@ -50,6 +55,14 @@ def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
             engine.close()
         if engine.failure is not None:
             raise EngineStopped(f"the engine has stopped: {described(engine.failure)}")
+
+
+def tune_interpreter() -> None:
+    """Keep Python's own pauses short, once everything is loaded: those for its GIL, and those for
+    collecting garbage, which would look through all of JAX again and again."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()
 
 
 def curl_line(url: str, model: str) -> str:

@@ -53,6 +53,17 @@ class Metrics:
             registry=self._registry,
         )
 
+        self._lag = Histogram(
+            "jaxmm_event_loop_lag_seconds",
+            "How late the server's event loop was, looked at every 10 ms.",
+            buckets=_BETWEEN,
+            registry=self._registry,
+        )
+
+    def observe_lag(self, seconds: float) -> None:
+        """Count one look at the event loop."""
+        self._lag.observe(seconds)
+
     def text(self) -> bytes:
         """Everything, in Prometheus' text format."""
         return generate_latest(self._registry)

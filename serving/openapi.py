@@ -73,9 +73,17 @@ def describe(app: FastAPI, *bodies: type[pydantic.BaseModel]) -> None:
         if app.openapi_schema is None:
             page = make()
             page["components"]["schemas"].update(definitions.get("$defs", {}))
-            del page["components"]["schemas"]["HTTPValidationError"]
-            del page["components"]["schemas"]["ValidationError"]
+            _without_fastapis_own(page)
             app.openapi_schema = page
         return app.openapi_schema
 
     app.openapi = with_bodies  # type: ignore[method-assign]  # as FastAPI's own documentation does
+
+
+def _without_fastapis_own(page: dict[str, Any]) -> None:
+    """Take out the errors of FastAPI's own parsing, which nothing here is left to."""
+    for operations in page["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        page["components"]["schemas"].pop(name, None)

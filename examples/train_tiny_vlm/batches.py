@@ -284,7 +284,7 @@ def cost(layout: Layout, text: int = 100) -> float:
 
 
 def page_batch(
-    rng: random.Random, count: int, largest: int, asked: float = 0.3, clips: float = 0.15
+    rng: random.Random, count: int, largest: int, asked: float = 0.5, clips: float = 0.1
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pictures for the encoder alone: full pages, and some scenes as they are asked about, and pairs of frames.
 

@@ -3,6 +3,7 @@
 Chosen once, when the engine starts; models ask for neither.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -149,6 +150,16 @@ def check_sizes(
         )
 
 
+def spread_kv_heads(model: ModelConfig, num_chips: int) -> ModelConfig:
+    """Where there are more chips than KV heads, each head stands on several chips."""
+    text = model.text
+    if num_chips <= text.num_kv_heads:
+        return model
+    copies = num_chips // text.num_kv_heads
+    spread = dataclasses.replace(text, num_kv_heads=num_chips, kv_copies=copies)
+    return dataclasses.replace(model, text=spread)
+
+
 def _most_chips(model: ModelConfig) -> int:
     """The most chips of those there are that a model can be split over."""
     return max(n for n in range(1, jax.device_count() + 1) if not any(_rests(model, n)))
@@ -157,8 +168,10 @@ def _most_chips(model: ModelConfig) -> int:
 def _rests(model: ModelConfig, num_chips: int) -> Iterator[str]:
     """What of a model cannot be split over so many chips."""
     text = model.text
+    if text.num_kv_heads % num_chips and num_chips % text.num_kv_heads:
+        yield f"{text.num_kv_heads} KV heads, nor they it"
     for value, name in (
-        (text.num_kv_heads, "KV heads"),
+        (text.num_heads, "query heads"),
         (text.mlp_width, "MLP channels"),
         (text.vocab_size, "vocabulary entries"),
     ):

@@ -65,6 +65,7 @@ class ChatTokenizer:
         self._backend.no_padding()
         self._specials = SpecialTokens(_protect(self._backend, placeholders.values()))
         self._check_segmentation()
+        self.placeholder_id: int | None = self._specials.ids.get(placeholders[Modality.IMAGE])
         self._kinds: dict[int, Modality] = {
             self._specials.ids[token]: kind
             for kind, token in placeholders.items()

@@ -35,6 +35,8 @@ class TextConfig:
     """Frequencies turned by time, height, width; their sum is half the head channels."""
     tied: bool
     """The output head is the embedding."""
+    kv_copies: int = 1
+    """How often each KV head of the checkpoint stands; `num_kv_heads` counts all of them."""
     deepstack_levels: int = 0
     """Layers, from the first, after which image tokens get another level of their rows added."""
     num_experts: int = 0
@@ -43,6 +45,11 @@ class TextConfig:
     expert_width: int = 0
     dense_layers: tuple[int, ...] = ()
     """Layers with one MLP of `mlp_width` in a model that has experts."""
+
+    @property
+    def stored_kv_heads(self) -> int:
+        """KV heads of the checkpoint."""
+        return self.num_kv_heads // self.kv_copies
 
     @property
     def row_width(self) -> int:

@@ -8,6 +8,7 @@ The parameters stand there as the steps take them, so that a layout that changes
 useless; the digest of the table in jaxmm.json tells.
 """
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -29,7 +30,7 @@ from jaxmm.models import family_module, read_config
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.json_files import read_json
 from jaxmm.models.loading import insert, open_params
-from jaxmm.models.stored import Parameter, ParameterPath, Stored
+from jaxmm.models.stored import Block, Parameter, ParameterPath, Stored
 
 logger = logging.getLogger(__name__)
 
@@ -107,17 +108,18 @@ def restore_params(
     Raises:
         ModelError: The directory was written by a version with another layout, or cannot be read.
     """
-    table: Sequence[Parameter] = family_module(config.family, "params").parameters(config)
-    weights = _check(directory, table)
+    table = {parameter_name(p.path): p for p in _table(config)}
+    stored = {parameter_name(p.path): p for p in _table(_as_written(config))}
+    weights = _check(directory, list(stored.values()))
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    places = {name: sharding(p.path) or device for name, p in table.items()}
     wanted = {
-        parameter_name(parameter.path): jax.ShapeDtypeStruct(
-            parameter.shape, np.dtype(dtype), sharding=sharding(parameter.path) or device
+        name: jax.ShapeDtypeStruct(
+            p.shape, np.dtype(dtype), sharding=places[name] if p == table[name] else None
         )
-        for parameter in table
+        for name, p in stored.items()
     }
     params: dict[str, Any] = {}
-    paths = {parameter_name(parameter.path): parameter.path for parameter in table}
     total, off = len(table), not progress
     with (
         ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
@@ -129,9 +131,36 @@ def restore_params(
             except (OSError, ValueError, KeyError) as e:
                 raise ModelError(f"{weights!r} cannot be restored: {e}") from e
             for name, value in restored.items():
-                insert(params, paths[name], value)
+                if table[name] != stored[name]:
+                    value = _made_anew(value, table[name], stored[name], places[name])
+                insert(params, table[name].path, value)
             bar.update(len(wave))
     return params
+
+
+def _table(config: ModelConfig) -> Sequence[Parameter]:
+    table: Sequence[Parameter] = family_module(config.family, "params").parameters(config)
+    return table
+
+
+def _as_written(config: ModelConfig) -> ModelConfig:
+    """Without copies of KV heads: what is written serves any number of chips."""
+    text = config.text
+    whole = dataclasses.replace(text, num_kv_heads=text.stored_kv_heads, kv_copies=1)
+    return dataclasses.replace(config, text=whole)
+
+
+def _made_anew(
+    value: npt.NDArray[Any], wanted: Parameter, stored: Parameter, sharding: Sharding
+) -> jax.Array:
+    """A parameter whose rows stand in another order, some of them several times."""
+    rows = wanted.rows_in(stored)
+
+    def part(block: Block | None) -> npt.NDArray[Any]:
+        first, *rest = block or (slice(None),) * value.ndim
+        return value[rows[first]][(slice(None), *rest)]
+
+    return jax.make_array_from_callback(wanted.shape, sharding, part)
 
 
 def parameter_name(path: ParameterPath) -> str:
@@ -161,11 +190,16 @@ def _check(directory: Path, table: Sequence[Parameter]) -> str:
 
 
 def _restore_args(wave: Mapping[str, jax.ShapeDtypeStruct]) -> ocp.args.PyTreeRestore:
-    return ocp.args.PyTreeRestore(
-        wave,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(wave),
-        partial_restore=True,
-    )
+    """What is to be restored and how: arrays on their chips, the others in host memory."""
+    restore_args = {
+        name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=shape.dtype)
+        if shape.sharding is None
+        else ocp.ArrayRestoreArgs(
+            sharding=shape.sharding, global_shape=shape.shape, dtype=shape.dtype
+        )
+        for name, shape in wave.items()
+    }
+    return ocp.args.PyTreeRestore(wave, restore_args=restore_args, partial_restore=True)
 
 
 def _waves(

@@ -24,6 +24,8 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
+    copies: int = 1
+    """Each of its parts stands so many times, in so many groups that follow each other."""
     swapped: bool = False
     """Some files hold it with its last two axes swapped; told by the shape, and as published where
     both axes are equal."""
@@ -53,7 +55,7 @@ class Parameter:
         width = (int(np.prod(rest)),) if rest and self.flat else rest
         if self.new_axis:
             return (len(self.tensors), self.tensors[0].shape[0], *width)
-        return (sum(t.shape[0] for t in self.tensors), *width)
+        return (sum(t.shape[0] * t.copies for t in self.tensors), *width)
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, int]]:
         """Rows [start, stop) of a parameter without an axis of its own, in order.
@@ -64,11 +66,21 @@ class Parameter:
         row = 0
         for group in range(self.groups):
             for tensor in self.tensors:
-                count = tensor.shape[0] // self.groups
+                count = tensor.shape[0] * tensor.copies // self.groups
+                first = group // tensor.copies * count
                 low, high = max(start - row, 0), min(stop - row, count)
                 if low < high:
-                    yield tensor, group * count + low, group * count + high
+                    yield tensor, first + low, first + high
                 row += count
+
+    def rows_in(self, other: "Parameter") -> npt.NDArray[np.int64]:
+        """For each row, where a parameter made of the same tensors in another way has it."""
+        places = {t.name: np.zeros(t.shape[0], np.int64) for t in other.tensors}
+        row = 0
+        for tensor, start, stop in other.runs(0, other.shape[0]):
+            places[tensor.name][start:stop] = np.arange(row, row + stop - start)
+            row += stop - start
+        return np.concatenate([places[t.name][a:b] for t, a, b in self.runs(0, self.shape[0])])
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from jaxmm.errors import PeerLost
 from jaxmm.host.batch import StepBatch
 from jaxmm.host.lanes import EncodeBatch
 from jaxmm.pod.channel import Channel
-from jaxmm.pod.followers import DONE
+from jaxmm.pod.followers import DONE, LOADING_SECONDS
 from jaxmm.pod.join import meet, part
 from jaxmm.pod.lead import chained
 from jaxmm.pod.messages import Kind, unpack_arrays, unpack_step
@@ -48,8 +48,8 @@ def follow(config: EngineConfig) -> None:
     """
     basis = settle_basis(config)
     channel = meet(config, basis.fingerprint).to_leader()
-    channel.set_timeout(config.pod.silence_seconds)
-    follower = _Follower(channel)
+    channel.set_timeout(LOADING_SECONDS)
+    follower = _Follower(channel, config.pod.silence_seconds)
     ledger = CompileLedger(config.on_recompile)
     runner = load_runner(config, basis, ledger)
     runner.settle()
@@ -70,8 +70,9 @@ def follow(config: EngineConfig) -> None:
 class _Follower:
     """Hears on a thread of its own, so that a step that never ends does not hide the pod's end."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, silence_seconds: float) -> None:
         self._channel = channel
+        self._silence_seconds = silence_seconds
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._leaving = False
         self._pending: deque[Sampled] = deque()
@@ -133,6 +134,9 @@ class _Follower:
                 kind, payload = self._channel.receive()
                 if kind is Kind.BEAT:
                     self._channel.send(Kind.ALIVE, [b"\x01" if self._leaving else b"\x00"])
+                    continue
+                if kind is Kind.READY:
+                    self._channel.set_timeout(self._silence_seconds)
                     continue
             except PeerLost as error:
                 _end(str(error))

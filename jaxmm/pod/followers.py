@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 DONE = struct.Struct("<Q16s")
 """A step's number from 0 up, and the digest of the tokens of all steps up to it."""
-_BEATS = 8  # within the time after which silence is taken for death
+LOADING_SECONDS = 300.0
+"""Silence of a process that loads and compiles, which can keep its threads from speaking."""
 _PATIENCE_SECONDS = 30.0
 _LAST_WORDS_SECONDS = 3.0
 """From the failure of the pod to the end of this process: callers hear of it meanwhile."""
@@ -47,13 +48,14 @@ class Followers:
         """
         self._channels = dict(channels)
         self._silence_seconds = silence_seconds
+        self._beat_seconds = min(1.0, silence_seconds / 8)
         self._step_seconds = step_seconds
         self._on_leave = on_leave
         self._listeners: list[Callable[[PeerLost], None]] = []
         self._lock = threading.Lock()
-        now = time.monotonic()
-        self._heard = dict.fromkeys(channels, now)
+        self._asked: dict[int, float] = {}
         self._ready: set[int] = set()
+        self._serving = False
         self._leaving = False
         self._began: dict[int, float] = {}
         self._expected: dict[int, bytes] = {}
@@ -63,7 +65,7 @@ class Followers:
         self._failed = threading.Event()
         self._closed = False
         for channel in channels.values():
-            channel.set_timeout(silence_seconds)
+            channel.set_timeout(LOADING_SECONDS)
         self._thread = threading.Thread(target=self._watch, name="jaxmm-followers", daemon=True)
         self._thread.start()
 
@@ -111,7 +113,7 @@ class Followers:
             self._fail(wrong)
 
     def wait_ready(self) -> None:
-        """Wait until all have their weights and executables.
+        """Wait until all have their weights and executables; from then on silence counts.
 
         Raises:
             PeerLost: One is gone.
@@ -125,6 +127,10 @@ class Followers:
                 patience += _PATIENCE_SECONDS
                 names = ", ".join(self._channels[i].name for i in sorted(missing))
                 logger.info("waiting for %s to load and compile", names)
+        self.tell(Kind.READY)
+        for channel in self._channels.values():
+            channel.set_timeout(self._silence_seconds)
+        self._serving = True
 
     def named(self, seconds: float) -> PeerLost | None:
         """Who is at fault for an error of the devices, if that is told within some time."""
@@ -154,18 +160,26 @@ class Followers:
                 selector.register(channel, selectors.EVENT_READ, process_id)
             while not self._closed:
                 try:
-                    for key, _ in selector.select(self._silence_seconds / _BEATS / 4):
+                    for key, _ in selector.select(self._beat_seconds / 4):
                         self._hear(key.data)
                     if time.monotonic() >= beat:
-                        beat = time.monotonic() + self._silence_seconds / _BEATS
-                        self.tell(Kind.BEAT)
+                        beat = time.monotonic() + self._beat_seconds
+                        self._beat()
                     self._check_time()
                 except PeerLost as error:
                     self._fail(error)
 
+    def _beat(self) -> None:
+        """Ask all for a word. Silence is what lies between the question and the answer, so that a
+        process 0 that was held up itself blames nobody."""
+        now = time.monotonic()
+        for process_id in self._channels:
+            self._asked.setdefault(process_id, now)
+        self.tell(Kind.BEAT)
+
     def _hear(self, process_id: int) -> None:
         kind, payload = self._channels[process_id].receive()
-        self._heard[process_id] = time.monotonic()
+        self._asked.pop(process_id, None)
         if kind is Kind.READY:
             self._ready.add(process_id)
         elif kind is Kind.DONE:
@@ -196,10 +210,11 @@ class Followers:
 
     def _check_time(self) -> None:
         now = time.monotonic()
-        for process_id, heard in self._heard.items():
-            if now - heard > self._silence_seconds:
+        allowed = self._silence_seconds if self._serving else LOADING_SECONDS
+        for process_id, asked in self._asked.items():
+            if now - asked > allowed:
                 name = self._channels[process_id].name
-                raise PeerLost(f"{name} was lost: no word from it for {now - heard:.0f} s")
+                raise PeerLost(f"{name} was lost: no word from it for {now - asked:.0f} s")
         with self._lock:
             late = min(self._began.items(), default=None)
             slow = [i for i, done in self._done.items() if late is not None and done < late[0]]

@@ -34,7 +34,7 @@ class Kind(enum.IntEnum):
     DONE = 8
     """From a follower: a step's number, and the digest of all tokens up to it."""
     READY = 9
-    """From a follower: it has its weights and executables."""
+    """From a follower: it has its weights and executables. From process 0: all have."""
 
 
 def pack_step(

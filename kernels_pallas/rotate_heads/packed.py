@@ -25,6 +25,8 @@ from kernels_pallas.tiling import LANES
 
 TILE = 256
 """Patches of a grid step."""
+ROWS = 16
+"""Patches of one turn: what it holds fits the registers."""
 
 
 def takes_packed(num_heads: int, channels: int) -> bool:
@@ -86,21 +88,31 @@ def rotate_packed(
 
 def _kernel(cos: Any, sin: Any, *refs: Any, scale: float) -> None:
     inputs, outputs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
-    C, lanes = cos.shape[1], inputs[0].shape[1]
-    cos_TX, sin_TX = (jnp.concatenate([x[...]] * (lanes // C), axis=1) for x in (cos, sin))
-    first = lax.rem(lax.broadcasted_iota(jnp.int32, cos_TX.shape, 1), C) < C // 2
+    (tile, C), lanes = cos.shape, inputs[0].shape[1]
+    num_rows = math.gcd(tile, ROWS)
+    lane = lax.broadcasted_iota(jnp.int32, (num_rows, lanes), 1)
+    first = lax.rem(lane, C) < C // 2
 
-    def rotate(x: Any, factor: float) -> Any:
-        x = x.astype(jnp.float32)
-        ahead, behind = pltpu.roll(x, lanes - C // 2, 1), pltpu.roll(x, C // 2, 1)
-        y = x * cos_TX + jnp.where(first, ahead, behind) * sin_TX
-        return y if factor == 1.0 else y * factor
+    def some_rows(r: Any, carry: Any) -> Any:
+        rows = pl.ds(pl.multiple_of(r * num_rows, num_rows), num_rows)
+        cos_RX, sin_RX = (
+            jnp.concatenate([table[rows, :]] * (lanes // C), axis=1) for table in (cos, sin)
+        )
 
-    for p, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
-        y = x[...] if p == 2 else rotate(x[...], scale if p == 0 else 1.0)
-        y = y.astype(out.dtype)
-        if len(out.shape) == 2:
-            out[...] = y
-        else:
-            for h in range(lanes // C):
-                out[h] = y[:, h * C : (h + 1) * C]
+        def rotate(x: Any) -> Any:
+            ahead, behind = pltpu.roll(x, lanes - C // 2, 1), pltpu.roll(x, C // 2, 1)
+            return x * cos_RX + jnp.where(first, ahead, behind) * sin_RX
+
+        for p, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
+            y = x[rows, :]
+            if p < 2:
+                y = rotate(y.astype(jnp.float32))
+                y = (y * scale if p == 0 else y).astype(out.dtype)
+            if len(out.shape) == 2:
+                out[rows, :] = y
+            else:
+                for h in range(lanes // C):
+                    out[h, rows, :] = y[:, h * C : (h + 1) * C]
+        return carry
+
+    lax.fori_loop(0, tile // num_rows, some_rows, 0, unroll=2 if tile > num_rows else 1)

@@ -17,7 +17,7 @@ PRE_STOP_SECONDS = 15
 """Time in which load balancers stop sending, before the drain begins."""
 _MARGIN_SECONDS = 15
 _START_MINUTES = 30
-SCALE_METRIC = "jaxmm_requests_waiting"
+SCALE_METRIC = "jaxmm_waiting"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

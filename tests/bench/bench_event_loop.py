@@ -31,7 +31,7 @@ from jaxmm.config import load_config
 from jaxmm.engine import Engine
 from serving.config import ServerConfig
 from serving.lag import LagProbe
-from serving.main import uvicorn_config
+from serving.main import tune_interpreter, uvicorn_config
 from tests.bench.machine import describe_run
 from tests.serving.soak import SETTINGS
 
@@ -107,15 +107,15 @@ def send(url: str, seconds: float, clients: int, form: str) -> None:
 
 def idle(seconds: float) -> None:
     """The lag of a loop that does nothing, on the same machine at the same time."""
-    probe = LagProbe()
-    probe.lags = []
+    lags: list[float] = []
+    probe = LagProbe(lags.append)
 
     async def run() -> None:
         with_timeout = asyncio.wait_for(probe.run(), seconds)
         await asyncio.gather(with_timeout, return_exceptions=True)
 
     asyncio.run(run())
-    print(f"idle loop {shown(probe.lags)}")
+    print(f"idle loop {shown(lags)}")
 
 
 def shown(seconds: list[float]) -> str:
@@ -139,6 +139,7 @@ def main() -> None:
     settings = {f"engine.{name}": value for name, value in SETTINGS.items()}
     config = load_config(ServerConfig, None, settings)
     with Engine(config.engine) as engine, socket.create_server(("127.0.0.1", 0)) as listener:
+        tune_interpreter()
         served = uvicorn_config(engine, config)
         server = uvicorn.Server(served)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
@@ -148,13 +149,14 @@ def main() -> None:
                    str(parsed.clients), "--form", parsed.form, "--seconds"]  # fmt: skip
         subprocess.run([*clients, str(WARM_UP_SECONDS)], check=True, stdout=subprocess.DEVNULL)
         probe: LagProbe = served.app.state.lag
-        probe.lags = []
+        lags: list[float] = []
+        probe.observe = lags.append
         probe.take()
         beside = multiprocessing.get_context("spawn").Process(target=idle, args=(parsed.seconds,))
         beside.start()
         subprocess.run([*clients, str(parsed.seconds)], check=True)
         beside.join()
-        lags, (_, busy) = list(probe.lags), probe.take()
+        _, busy = probe.take()
         print(f"event loop {shown(lags)}; busy at a stretch {busy * 1e3:.1f} ms at most")
         server.should_exit = True
         thread.join()

@@ -34,8 +34,8 @@ def main() -> None:
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
     print(f"{platform.processor() or platform.machine()}  commit {commit.stdout.strip()}")
-    start = time.perf_counter()
     tokens = vocabulary()
+    start = time.perf_counter()
     grammars = Grammars(tokens, frozenset({NUM_TOKENS - 1}), [NUM_TOKENS - 1], _never)
     print(f"tables for {NUM_TOKENS} tokens: {time.perf_counter() - start:.2f} s, once a start")
     tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": OBJECT}}])

@@ -44,6 +44,8 @@ class Case:
     """Name of the Pallas call whose schedule is read."""
     times: tuple[float, ...] = ()
     """How often each large part runs, inside of what holds it."""
+    optional: tuple[int, ...] = ()
+    """Indices of `times` whose part is small on some chips."""
     large: int = 95
     """Bundles from which a part is large."""
     small_loop_times: float = 1.0
@@ -113,6 +115,7 @@ def extend_case(tokens: int, heads: int, kv_heads: int, page: int) -> Case:
         kernel="extend_attention",
         times=(
             kv_heads * num_tiles,
+            1,
             1 / (kv_heads * num_tiles),
             1,
             1,
@@ -122,6 +125,7 @@ def extend_case(tokens: int, heads: int, kv_heads: int, page: int) -> Case:
             masked / 2,
             1,
         ),
+        optional=(1,),
         large=80,
         small_loop_times=block // page,
     )
@@ -213,7 +217,7 @@ def grouped_case(tokens: int, heads: int, kv_heads: int) -> Case:
         args=(bf16(tokens, lanes), f32(tokens, C), f32(tokens, C)),
         hbm_bytes=2 * 2 * tokens * lanes + 2 * 4 * tokens * C,
         kernel="rotate_grouped",
-        times=(tokens // math.gcd(tokens, grouped.TILE) * kv_heads,),
+        times=(tokens // math.gcd(tokens, grouped.TILE) * kv_heads, 1),
     )
 
 
@@ -221,13 +225,14 @@ def packed_case(patches: int, heads: int, channels: int, *, heads_first: bool) -
     """Positions into an encoder's fused projection; heads first, values are parted too."""
     parts, lanes = 3 if heads_first else 2, heads * channels
     groups = lanes // math.lcm(channels, 128)
+    tile = math.gcd(patches, packed.TILE)
     return Case(
         name=f"rotate {patches}, {heads} heads of {channels}{', first' if heads_first else ''}",
         function=functools.partial(rotate_packed, scale=0.1, heads_first=heads_first),
         args=(bf16(patches, 3 * lanes), f32(patches, channels), f32(patches, channels)),
         hbm_bytes=2 * 2 * parts * patches * lanes + 2 * 4 * patches * channels,
         kernel="rotate_packed",
-        times=(patches // math.gcd(patches, packed.TILE) * groups,),
+        times=(patches // tile * groups, tile // packed.ROWS / 2),
     )
 
 

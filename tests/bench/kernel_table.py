@@ -97,7 +97,11 @@ def _cells(case: Case, chip: str, facts: dict[str, Any], folder: Path) -> tuple[
     root = schedule.parse(program.read_text(), delay=6 if chip == "tpu7x" else 4)
     try:
         schedule.set_times(
-            root, case.times, large=case.large, small_loop_times=case.small_loop_times
+            root,
+            case.times,
+            large=case.large,
+            small_loop_times=case.small_loop_times,
+            optional=case.optional,
         )
     except ValueError as error:
         sys.exit(f"{case.name} on {chip}: {error}")

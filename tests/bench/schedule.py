@@ -100,13 +100,25 @@ def parse(text: str, delay: int) -> Part:
     return root
 
 
-def set_times(root: Part, times: Sequence[float], *, large: int, small_loop_times: float) -> None:
+def set_times(
+    root: Part,
+    times: Sequence[float],
+    *,
+    large: int,
+    small_loop_times: float,
+    optional: Sequence[int] = (),
+) -> None:
     """Say how often each part runs: those of `large` bundles by `times`, other loops all alike.
+
+    Args:
+        optional: Indices of counts whose part is below `large` on some chips, all or none of them.
 
     Raises:
         ValueError: Another number of parts is listed; the message shows them.
     """
     parts = list(root.listed(large))
+    if len(parts) + len(optional) == len(times):
+        times = [value for index, value in enumerate(times) if index not in optional]
     if len(parts) != len(times):
         shown = ", ".join(f"{p.kind} {p.start}-{p.stop}" for p in parts)
         raise ValueError(f"{len(times)} counts for {len(parts)} parts: {shown}")

@@ -76,7 +76,7 @@ def test_progress_is_shown_unless_it_is_turned_off(
     with make_engine("qwen2_vl", progress=True) as loud:
         generate(["what", "and"], engine=loud, **FIELDS)
     shown = capfd.readouterr().err
-    assert all(name in shown for name in ("load", "compile", "generate"))
+    assert all(name in shown for name in ("load", "generate"))
     with make_engine("qwen2_vl") as silent:
         generate(["what", "and"], engine=silent, **FIELDS)
     assert capfd.readouterr() == ("", "")

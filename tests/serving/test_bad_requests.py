@@ -19,8 +19,8 @@ BAD = {
         {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
         r"messages\[0\].tool_calls\[0\].function",
     ),
-    "no content": ({"messages": [{"role": "user"}]}, r"messages\[0\].content"),
-    "null content": ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content"),
+    "no content": ({"messages": [{"role": "user"}]}, r"messages\[0\]: content"),
+    "null content": ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\]: content"),
     "unknown part": (
         {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}]},
         r"messages\[0\].content\[0\].type|unknown field messages\[0\].content\[0\].video_url",

@@ -21,7 +21,13 @@ from jaxmm.errors import ConfigError
 from serving.app import create_app
 from serving.cli import main
 from serving.config import ServerConfig
-from serving.deploy.render import DRAIN_SECONDS, PRE_STOP_SECONDS, Deployment, render
+from serving.deploy.render import (
+    DRAIN_SECONDS,
+    PRE_STOP_SECONDS,
+    SCALE_METRIC,
+    Deployment,
+    render,
+)
 from serving.deploy.topology import GENERATIONS, parse_topology
 from tests.fakes import FakeEngine
 
@@ -200,6 +206,13 @@ def test_the_servers_words_are_words_that_it_takes_and_the_probes_paths_that_it_
     routes = {getattr(route, "path", "") for route in app.routes}
     probes = ("startupProbe", "readinessProbe", "livenessProbe")
     assert {container[probe]["httpGet"]["path"] for probe in probes} <= routes
+
+
+def test_the_autoscaler_looks_at_a_metric_that_the_server_has():
+    metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert f"| `{SCALE_METRIC}` | gauge |" in metrics
+    [metric] = rendered("v5e:4x8")["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"] == f"prometheus.googleapis.com|{SCALE_METRIC}|gauge"
 
 
 def test_a_replica_reads_its_bucket_as_an_account_of_its_own():

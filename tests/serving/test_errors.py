@@ -20,7 +20,8 @@ def all_errors():
 @pytest.mark.parametrize("kind", all_errors(), ids=lambda kind: kind.__name__)
 def test_a_request_error_and_a_flood_are_the_clients_fault_and_the_others_are_not(kind):
     status = answer_for(kind("what was wrong")).status
-    if issubclass(kind, jaxmm_errors.RequestError | jaxmm_errors.Overloaded | errors.ClientGone):
+    by_the_client = (jaxmm_errors.Overloaded, errors.ClientGone, errors.Aborted)
+    if issubclass(kind, (jaxmm_errors.RequestError, *by_the_client)):
         assert 400 <= status < 500
     else:
         assert 500 <= status < 600

@@ -2,7 +2,8 @@
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -24,25 +25,60 @@ CHECKS = (
 )
 
 
+OPERATIONS = (
+    ("/v1/chat/completions", "POST"),
+    ("/v1/completions", "POST"),
+    ("/generate", "POST"),
+    ("/tokenize", "POST"),
+    ("/detokenize", "POST"),
+    ("/v1/plan", "POST"),
+    ("/flush_cache", "POST"),
+    ("/abort", "POST"),
+    ("/v1/models", "GET"),
+    ("/v1/models/{model}", "GET"),
+    ("/health", "GET"),
+    ("/ready", "GET"),
+    ("/metrics", "GET"),
+)
+
+
+RUNS = [(path, method, GenerationMode.POSITIVE) for path, method in OPERATIONS]
+RUNS += [
+    (path, method, GenerationMode.NEGATIVE)
+    for path, method in OPERATIONS
+    if method == "POST" and path != "/flush_cache"  # nothing can be wrong about the others
+]
+
+
 @pytest.fixture(scope="module")
 def page(tokenizer):
     app = create_app(FakeEngine(tokenizer), ServerConfig())
     return schemathesis.openapi.from_asgi("/openapi.json", app)
 
 
-schema = schemathesis.pytest.from_fixture("page")
+def test_every_operation_is_asked(page):
+    found = {(op.ok().path, op.ok().method.upper()) for op in page.get_all_operations()}
+    assert found == set(OPERATIONS)
 
 
-@schema.parametrize()
-@settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-def test_every_answer_is_one_that_the_page_describes(case):
-    case.call_and_validate(checks=CHECKS)
+@pytest.mark.parametrize(("path", "method", "mode"), RUNS)
+def test_every_answer_is_one_that_the_page_describes(page, path, method, mode):
+    """Bodies that the page allows, and bodies that it does not."""
+    operation = page[path][method]
+
+    @settings(
+        max_examples=20,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case):
+        case.call_and_validate(checks=CHECKS)
+
+    ask()
 
 
 def test_every_reference_of_the_page_leads_somewhere(tokenizer):

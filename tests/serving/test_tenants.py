@@ -1,7 +1,9 @@
 """Who has a key is answered, and no tenant can reach what another one cached."""
 
 import itertools
+import json
 import logging
+import re
 
 import httpx
 import pytest
@@ -136,3 +138,43 @@ def test_no_key_is_shown_or_logged(closed, caplog):
     for key in ("alpha-key", "gamma-key", "wrong-key"):
         assert key not in caplog.text
         assert key not in repr(ServerConfig(api_keys=KEYS))
+
+
+BODIES = {
+    "/v1/chat/completions": {"messages": ASK},
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/generate": {"text": "a", "max_tokens": 2},
+    "/v1/plan": {"messages": ASK},
+}
+"""Every path whose bodies become requests of the engine."""
+
+
+@pytest.mark.parametrize("path", list(BODIES))
+def test_requests_of_every_path_are_scoped_by_their_tenant(closed, path):
+    url, engine = closed
+    engine.requests.clear()
+    for key in ("alpha-key", "beta-key"):
+        headers = {"authorization": f"Bearer {key}"}
+        answer = httpx.post(url + path, json={**BODIES[path], "cache_salt": "s"}, headers=headers)
+        assert answer.status_code == 200, answer.text
+    first, second = (request.salt for request in engine.requests)
+    tenants = Tenants(KEYS)
+    assert first == tenants.find("Bearer alpha-key").salt("s")
+    assert second == tenants.find("Bearer beta-key").salt("s")
+
+
+def test_no_other_path_takes_a_salt(closed):
+    """A new path whose bodies become requests must be added above."""
+    headers = {"authorization": "Bearer alpha-key"}
+    described = httpx.get(f"{closed[0]}/openapi.json", headers=headers).json()
+    posted = {path: about for path, about in described["paths"].items() if "post" in about}
+    salted = {path for path, about in posted.items() if _salts(described, about)}
+    assert salted == set(BODIES)
+
+
+def _salts(description, about):
+    """Whether a path's body has a `cache_salt`, in it or in what it refers to."""
+    text = json.dumps(about["post"].get("requestBody", {}))
+    names = re.findall(r"#/components/schemas/(\w+)", text)
+    schemas = [json.dumps(description["components"]["schemas"][name]) for name in names]
+    return any("cache_salt" in schema for schema in [text, *schemas])

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxmm.device.lane import Lane
+from jaxmm.device.lane_attention import attend_windows
 from jaxmm.device.linear import linear
 from jaxmm.device.norms import rms_norm
 from jaxmm.device.rope import Rope
@@ -19,14 +20,13 @@ from jaxmm.models.config import VisionConfig
 from jaxmm.models.qwen2_vl.vision import (
     NORM_EPS,
     Attend,
-    attention,
     embed_patches,
     merge,
     rope_angles,
     segment_attend,
     zeros,
 )
-from kernels_pallas.segment_attention.api import Implementation, window_attention
+from kernels_pallas.segment_attention.api import Implementation
 
 
 class VisionEncoder(nnx.Module):
@@ -49,24 +49,24 @@ class VisionEncoder(nnx.Module):
         """Encode one lane to N // 4 rows in lane order, finite for padding."""
         x_NE = embed_patches(lane, self.patch_EU[...], self.config)
         rope = Rope.of(rope_angles(lane.coords_N2, self.config.head_channels))
-        attend_image = segment_attend(lane, self.implementation)
+        attend_image = segment_attend(lane, rope, self.implementation)
         window_N = lane.window_N
         assert window_N is not None, "this family has windows"
 
-        def attend_window(q_NHC: Array, k_NHC: Array, v_NHC: Array) -> Array:
-            return window_attention(
-                q_NHC,
-                k_NHC,
-                v_NHC,
+        def attend_window(qkv_NO: Array, num_heads: int) -> Array:
+            return attend_windows(
+                qkv_NO,
+                rope,
                 window_N,
-                implementation=self.implementation,
+                num_heads=num_heads,
                 block=self.config.window_patches,
+                implementation=self.implementation,
             )
 
         for index, layer in enumerate(self.layers):
             full = index in self.config.full_attention_layers
             with jax.named_scope("vision_layer"):
-                x_NE = layer(x_NE, rope, attend_image if full else attend_window)
+                x_NE = layer(x_NE, attend_image if full else attend_window)
         return self.merger(x_NE)
 
 
@@ -87,12 +87,10 @@ class _Layer(nnx.Module):
         self.down_EF = zeros(dtype, width, mlp_width)
         self.down_E = zeros(dtype, width)
 
-    def __call__(
-        self, x_NE: Float[Array, "N E"], rope: Rope, attend: Attend
-    ) -> Float[Array, "N E"]:
+    def __call__(self, x_NE: Float[Array, "N E"], attend: Attend) -> Float[Array, "N E"]:
         normed_NE = rms_norm(x_NE, self.attn_norm_E[...], NORM_EPS)
         qkv_NO = linear(normed_NE, self.qkv_OE[...], self.qkv_O[...])
-        attended_NO = attention(qkv_NO, self.num_heads, rope, attend)
+        attended_NO = attend(qkv_NO, self.num_heads)
         x_NE = x_NE + linear(attended_NO, self.out_EO[...], self.out_E[...])
         normed_NE = rms_norm(x_NE, self.mlp_norm_E[...], NORM_EPS)
         gate_up_NO = linear(normed_NE, self.gate_up_OE[...], self.gate_up_O[...])

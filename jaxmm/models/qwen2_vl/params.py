@@ -1,5 +1,8 @@
 """Qwen2-VL: which tensors of a checkpoint make up which parameter. Host only."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from jaxmm.models.config import ModelConfig, TextConfig, VisionConfig
 from jaxmm.models.loading import Parameter, ParameterPath, Tensor
 
@@ -41,11 +44,7 @@ def text_ends(config: TextConfig) -> list[Parameter]:
 
 def _text_layer(config: TextConfig, layer: int) -> list[Parameter]:
     width, mlp_width = config.width, config.mlp_width
-    heads = {
-        "q_proj": config.num_heads * config.head_channels,
-        "k_proj": config.num_kv_heads * config.head_channels,
-        "v_proj": config.num_kv_heads * config.head_channels,
-    }
+    heads, copies = head_rows(config), head_copies(config)
     gate_up = {"gate_proj": mlp_width, "up_proj": mlp_width}
     at: ParameterPath = ("text", "layers", layer)
     prefix = f"model.layers.{layer}."
@@ -53,12 +52,12 @@ def _text_layer(config: TextConfig, layer: int) -> list[Parameter]:
         Parameter((*at, "attn_norm_D"), (Tensor(f"{prefix}input_layernorm.weight", (width,)),)),
         Parameter(
             (*at, "qkv_OD"),
-            stacked(f"{prefix}self_attn", "weight", heads, (width,)),
+            stacked(f"{prefix}self_attn", "weight", heads, (width,), copies),
             groups=config.num_kv_heads,
         ),
         Parameter(
             (*at, "qkv_O"),
-            stacked(f"{prefix}self_attn", "bias", heads),
+            stacked(f"{prefix}self_attn", "bias", heads, (), copies),
             groups=config.num_kv_heads,
         ),
         Parameter(
@@ -76,11 +75,33 @@ def _text_layer(config: TextConfig, layer: int) -> list[Parameter]:
     ]
 
 
+def head_rows(config: TextConfig) -> dict[str, int]:
+    """Rows of the three projections of attention, as they stand in the files."""
+    kv_rows = config.stored_kv_heads * config.head_channels
+    return {
+        "q_proj": config.num_heads * config.head_channels,
+        "k_proj": kv_rows,
+        "v_proj": kv_rows,
+    }
+
+
+def head_copies(config: TextConfig) -> dict[str, int]:
+    """How often keys and values stand."""
+    return {"k_proj": config.kv_copies, "v_proj": config.kv_copies}
+
+
 def stacked(
-    prefix: str, suffix: str, rows: dict[str, int], rest: tuple[int, ...] = ()
+    prefix: str,
+    suffix: str,
+    rows: dict[str, int],
+    rest: tuple[int, ...] = (),
+    copies: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Tensor, ...]:
-    """The tensors `prefix.<name>.suffix`, each of its number of rows."""
-    return tuple(Tensor(f"{prefix}.{name}.{suffix}", (n, *rest)) for name, n in rows.items())
+    """The tensors `prefix.<name>.suffix`, each of its number of rows, and as often as it stands."""
+    return tuple(
+        Tensor(f"{prefix}.{name}.{suffix}", (n, *rest), copies.get(name, 1))
+        for name, n in rows.items()
+    )
 
 
 def linear(

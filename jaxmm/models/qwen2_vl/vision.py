@@ -15,17 +15,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
 from jaxmm.device.lane import Lane
+from jaxmm.device.lane_attention import attend_images
 from jaxmm.device.linear import linear
 from jaxmm.device.norms import layer_norm
-from jaxmm.device.rope import Rope, rotate
+from jaxmm.device.rope import Rope
 from jaxmm.models.config import VisionConfig
-from kernels_pallas.segment_attention.api import Implementation, segment_attention
+from kernels_pallas.segment_attention.api import Implementation
 
 NORM_EPS = 1e-6
 ROPE_THETA = 10000.0
 
-Attend = Callable[[Array, Array, Array], Array]
-"""q, k, v of shape [N, H, C] to the attended values."""
+Attend = Callable[[Array, int], Array]
+"""The fused projection [N, O] and its number of heads to the attended values [N, E]."""
 
 
 class VisionEncoder(nnx.Module):
@@ -48,11 +49,11 @@ class VisionEncoder(nnx.Module):
         """Encode one lane to N // 4 rows in lane order, finite for padding."""
         x_NE = embed_patches(lane, self.patch_EU[...], self.config)
         rope = Rope.of(rope_angles(lane.coords_N2, self.config.head_channels))
-        attend = segment_attend(lane, self.implementation)
+        attend = segment_attend(lane, rope, self.implementation)
 
         for layer in self.layers:
             with jax.named_scope("vision_layer"):
-                x_NE = layer(x_NE, rope, attend)
+                x_NE = layer(x_NE, attend)
         return self.merger(x_NE)
 
 
@@ -78,12 +79,10 @@ class Layer(nnx.Module):
         self.down_EF = zeros(dtype, width, mlp_width)
         self.down_E = zeros(dtype, width)
 
-    def __call__(
-        self, x_NE: Float[Array, "N E"], rope: Rope, attend: Attend
-    ) -> Float[Array, "N E"]:
+    def __call__(self, x_NE: Float[Array, "N E"], attend: Attend) -> Float[Array, "N E"]:
         normed_NE = layer_norm(x_NE, self.attn_norm_E[...], self.attn_norm_bias_E[...], NORM_EPS)
         qkv_NO = linear(normed_NE, self.qkv_OE[...], self.qkv_O[...])
-        attended_NO = attention(qkv_NO, self.num_heads, rope, attend)
+        attended_NO = attend(qkv_NO, self.num_heads)
         x_NE = x_NE + linear(attended_NO, self.out_EO[...], self.out_E[...])
         normed_NE = layer_norm(x_NE, self.mlp_norm_E[...], self.mlp_norm_bias_E[...], NORM_EPS)
         up_NF = self.activation(linear(normed_NE, self.up_FE[...], self.up_F[...]))
@@ -115,11 +114,13 @@ def zeros(dtype: DTypeLike, *shape: int) -> nnx.Param[Array]:
     return nnx.Param(jnp.zeros(shape, dtype))
 
 
-def segment_attend(lane: Lane, implementation: Implementation) -> Attend:
+def segment_attend(lane: Lane, rope: Rope, implementation: Implementation) -> Attend:
     """Attention of each patch over its own frame."""
 
-    def attend(q_NHC: Array, k_NHC: Array, v_NHC: Array) -> Array:
-        return segment_attention(q_NHC, k_NHC, v_NHC, lane.segment_N, implementation=implementation)
+    def attend(qkv_NO: Array, num_heads: int) -> Array:
+        return attend_images(
+            qkv_NO, rope, lane.segment_N, num_heads=num_heads, implementation=implementation
+        )
 
     return attend
 
@@ -168,17 +169,6 @@ def rope_angles(coords_N2: Int32[Array, "N 2"], channels: int) -> Float[Array, "
     exponent = jnp.arange(0, channels // 2, 2, dtype=jnp.float32) / (channels // 2)
     angle_N2X = coords_N2.astype(jnp.float32)[:, :, None] * ROPE_THETA**-exponent
     return angle_N2X.reshape(len(coords_N2), -1)
-
-
-def attention(
-    qkv_NO: Float[Array, "N O"], num_heads: int, rope: Rope, attend: Attend
-) -> Float[Array, "N E"]:
-    """Attention between the two projections of a layer."""
-    num = len(qkv_NO)
-    q_NHC, k_NHC, v_NHC = (
-        x_NE.reshape(num, num_heads, -1) for x_NE in jnp.split(qkv_NO, 3, axis=-1)
-    )
-    return attend(rotate(q_NHC, rope), rotate(k_NHC, rope), v_NHC).reshape(num, -1)
 
 
 def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:

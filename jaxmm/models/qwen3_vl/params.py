@@ -4,6 +4,8 @@ from jaxmm.models.config import ModelConfig, TextConfig, VisionConfig
 from jaxmm.models.loading import Parameter, ParameterPath, Tensor
 from jaxmm.models.qwen2_vl.params import (
     attention,
+    head_copies,
+    head_rows,
     layer_norm,
     linear,
     patch_embedding,
@@ -24,11 +26,7 @@ def parameters(config: ModelConfig) -> list[Parameter]:
 
 def _text_layer(config: TextConfig, layer: int) -> list[Parameter]:
     width, channels = config.width, config.head_channels
-    heads = {
-        "q_proj": config.num_heads * channels,
-        "k_proj": config.num_kv_heads * channels,
-        "v_proj": config.num_kv_heads * channels,
-    }
+    heads = head_rows(config)
     at: ParameterPath = ("text", "layers", layer)
     prefix = f"model.layers.{layer}."
     attn = f"{prefix}self_attn"
@@ -36,7 +34,7 @@ def _text_layer(config: TextConfig, layer: int) -> list[Parameter]:
         Parameter((*at, "attn_norm_D"), (Tensor(f"{prefix}input_layernorm.weight", (width,)),)),
         Parameter(
             (*at, "qkv_OD"),
-            stacked(attn, "weight", heads, (width,)),
+            stacked(attn, "weight", heads, (width,), head_copies(config)),
             groups=config.num_kv_heads,
         ),
         Parameter((*at, "q_norm_C"), (Tensor(f"{attn}.q_norm.weight", (channels,)),)),

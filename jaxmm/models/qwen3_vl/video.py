@@ -2,6 +2,8 @@
 
 As Qwen2-VL's, two frames make one time step and each step is an item of its own. The limits count
 the pixels of all frames together, and each step stands behind a text that says when it is shown.
+The pair of special tokens that the chat template writes stays around the whole list, as with
+transformers from 5.10 on; earlier ones dropped it.
 """
 
 import functools

@@ -52,11 +52,11 @@ class VisionEncoder(nnx.Module):
         side = self.config.position_side
         x_NE += interpolate(self.positions_XE[...], side, lane.coords_N2, lane.size_N2)
         rope = Rope.of(rope_angles(lane.coords_N2, self.config.head_channels))
-        attend = segment_attend(lane, self.implementation)
+        attend = segment_attend(lane, rope, self.implementation)
         levels: list[Array] = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope("vision_layer"):
-                x_NE = layer(x_NE, rope, attend)
+                x_NE = layer(x_NE, attend)
             if index in self.config.deepstack_layers:
                 levels.append(self.deepstack[len(levels)](x_NE))
         return jnp.concatenate([self.merger(x_NE), *levels], axis=1)

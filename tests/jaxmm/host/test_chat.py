@@ -232,7 +232,7 @@ def test_ids_that_end_an_answer_and_vocabulary_size(qwen, tmp_path):
         ([{"role": "user", "content": 3}], "neither a string nor a list"),
         ([user({"type": "text"})], r"messages\[0\].content\[0\]"),
         ([user({"type": "text", "text": 3})], "not a string"),
-        ([user({"type": "video"})], "must be"),
+        ([user({"type": "audio"})], "must be"),
         ([{"role": "user", "content": "a\ud800"}], "half a surrogate pair at character 1"),
     ],
 )

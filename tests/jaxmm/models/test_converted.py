@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmm.config import EngineConfig
+from jaxmm.device.backend import spread_kv_heads
 from jaxmm.errors import ModelError
 from jaxmm.models import read_config
 from jaxmm.models.converted import convert, is_converted, restore_params
@@ -90,6 +91,16 @@ def test_restoring_in_many_waves_gives_the_same(converted: Path) -> None:
     config = read_config(converted)
     params = restore_params(converted, config, np.float32, one_device, wave_bytes=1 << 16)
     assert_equal_params(params, from_files(checkpoint("qwen2_5_vl")))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_more_chips_than_kv_heads_restore_what_they_would_load(family: Any, tmp_path: Path) -> None:
+    source, out = checkpoint(family), tmp_path / "out"
+    convert(source, out, progress=False)
+    config = spread_kv_heads(read_config(source), 2 * read_config(source).text.num_kv_heads)
+    assert config.text.kv_copies == 2
+    expected = load_params(source, config, np.float32, lambda _, value: value)
+    assert_equal_params(restore_params(out, config, np.float32, one_device), expected)
 
 
 def test_another_layout_of_parameters_is_refused(converted: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
@@ -26,6 +26,11 @@ PARAMETERS = [
     Parameter(("qkv_OD",), tensors((8, 6), (4, 6), (4, 6)), groups=4),
     Parameter(("qkv_O",), tensors((8,), (4,), (4,)), groups=2),
     Parameter(("gate_up_2FD",), tensors((8, 6), (8, 6)), new_axis=True),
+    Parameter(
+        ("copied_OD",),
+        (*tensors((8, 6)), Tensor("k", (4, 6), copies=2), Tensor("v", (4, 6), copies=2)),
+        groups=4,
+    ),
     Parameter(("patch_EU",), tensors((8, 3, 2, 2))),
 ]
 
@@ -43,6 +48,9 @@ class Counted:
 class CountedSlice:
     def __init__(self, owner: Counted, view: Any) -> None:
         self.owner, self.view = owner, view
+
+    def get_shape(self) -> list[int]:
+        return self.view.get_shape()
 
     def __getitem__(self, key: Any) -> np.ndarray:
         part = self.view[key]
@@ -83,6 +91,7 @@ def blocks(draw: st.DrawFn, shape: tuple[int, ...]) -> Block:
 
 
 @pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda p: p.path[0])
+@settings(deadline=None)  # of a machine that others use too
 @given(data=st.data())
 def test_a_block_is_that_of_the_whole(parameter: Parameter, data: st.DataObject, file: Any) -> None:
     block = data.draw(blocks(parameter.shape))
@@ -96,6 +105,27 @@ def test_groups_put_the_parts_of_each_tensor_side_by_side(file: Counted) -> None
     q, k, v = (file.file.get_tensor(t.name) for t in parameter.tensors)
     halves = [q[:4], k[:2], v[:2], q[4:], k[2:], v[2:]]
     np.testing.assert_array_equal(stored(parameter, file).read(), np.concatenate(halves))
+
+
+def test_more_groups_than_kv_heads_repeat_each_of_them(file: Counted) -> None:
+    """Two heads of two rows in four groups: groups 0 and 1 have the first head."""
+    parameter = next(p for p in PARAMETERS if p.path == ("copied_OD",))
+    q, k, v = (file.file.get_tensor(t.name) for t in parameter.tensors)
+    groups = [
+        (q[2 * g : 2 * g + 2], k[h : h + 2], v[h : h + 2]) for g, h in enumerate((0, 0, 2, 2))
+    ]
+    expected = np.concatenate([part for group in groups for part in group])
+    assert parameter.shape == (24, 6)
+    np.testing.assert_array_equal(stored(parameter, file).read(), expected)
+
+
+def test_rows_are_found_in_a_parameter_made_otherwise(file: Counted) -> None:
+    copied = next(p for p in PARAMETERS if p.path == ("copied_OD",))
+    plain = Parameter(
+        ("plain_OD",), tuple(Tensor(t.name, t.shape) for t in copied.tensors), groups=2
+    )
+    whole = stored(plain, file).read()
+    np.testing.assert_array_equal(whole[copied.rows_in(plain)], stored(copied, file).read())
 
 
 @pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda p: p.path[0])

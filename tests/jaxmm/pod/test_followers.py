@@ -89,6 +89,7 @@ def test_the_pod_is_ready_when_all_are(played: Any) -> None:
     others[1].channel.send(Kind.READY)
     waiting.join(5)
     assert not waiting.is_alive()
+    wait_for(lambda: all(other.told == [(Kind.READY, b"")] for other in others))
 
 
 def test_steps_that_all_agree_on_are_forgotten(played: Any) -> None:
@@ -125,6 +126,9 @@ for process_id in (1, 2):
 followers = Followers(channels, silence_seconds=1, step_seconds=1, on_leave=print)
 heard = []
 followers.on_failure(heard.append)
+for other in others:
+    other.channel.send(Kind.READY)
+followers.wait_ready()
 {act}
 start = time.monotonic()
 wait_for(lambda: heard)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
@@ -20,6 +20,7 @@ def joined(parts: Any) -> bytes:
     return b"".join(bytes(part) for part in parts)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=200), st.integers(0, 1 << 20))
 def test_a_step_arrives_as_it_was(words: list[int], num_tokens: int) -> None:
     buffer = np.array(words, np.int32)
@@ -28,6 +29,7 @@ def test_a_step_arrives_as_it_was(words: list[int], num_tokens: int) -> None:
     np.testing.assert_array_equal(arrived, buffer)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000), st.sets(st.integers(0, 4999), max_size=20))
 def test_a_step_with_few_words_arrives_as_it_was(size: int, places: set[int]) -> None:
     buffer = np.zeros(size, np.int32)
@@ -45,6 +47,7 @@ def test_zeros_cost_a_bit_for_each_block() -> None:
     assert len(joined(pack_step(64, buffer))) == 8 + -(-num_blocks // 8) + 4 * 32
 
 
+@settings(deadline=None)
 @given(st.lists(st.none() | some_array, max_size=6))
 def test_arrays_arrive_as_they_were(given_: list[Any]) -> None:
     arrived = unpack_arrays(joined(pack_arrays(given_)))

@@ -1,5 +1,6 @@
 """Pods of 2 and 4 local processes: the oracle is the same engine in one process."""
 
+import functools
 import json
 import re
 import signal
@@ -21,6 +22,7 @@ LEADER = ("-m", "tests.pods")
 pytestmark = pytest.mark.slow
 
 
+@functools.cache
 def expected(model: Path) -> list[list[int]]:
     """The workload's tokens from one process."""
     with make_engine("qwen2_5_vl", model=str(model), **FEW) as alone:
@@ -56,7 +58,8 @@ def test_two_processes_answer_as_one_and_each_names_the_one_that_was_killed() ->
 
 
 def test_four_processes_answer_as_one_and_all_name_the_one_that_was_killed() -> None:
-    model = checkpoint("qwen2_5_vl", num_kv_heads=4)
+    """The model has two KV heads: each of them stands on two chips."""
+    model = checkpoint("qwen2_5_vl")
     with pod(model, LEADER, 4) as processes:
         assert first_answer(processes[0]) == expected(model)
         processes[2].kill()
@@ -76,7 +79,7 @@ def test_a_converted_model_is_restored_by_parts_and_the_end_of_process_0_ends_al
         assert first_answer(leader) == expected(model)
         leader.kill()
         status, out = ends(follower, time.monotonic())
-    assert status == 1
+    assert status != 0  # JAX too ends a process whose coordinator is gone
     assert "the pod ends: process 0 (127.0.0.1) was lost" in out
 
 
