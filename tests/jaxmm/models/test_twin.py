@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmm.config import EngineConfig, load_config
-from jaxmm.device.linear import linear
+from jaxmm.device.linear import MAX_WIDENED, linear
 from jaxmm.engine import Engine
 from jaxmm.models import read_config
 from jaxmm.models.twin import make_twin, text_is_bfloat16, twin_shapes
@@ -33,6 +33,12 @@ def test_twin_holds_the_same_numbers() -> None:
 def test_number_that_is_no_bfloat16_makes_no_twin() -> None:
     with pytest.raises(AssertionError, match="no bfloat16"):
         make_twin({"w": jnp.full((2, 2), 0.1)})
+
+
+def test_matrix_with_rows_too_long_to_be_widened_meanwhile_is_shared() -> None:
+    wide = jnp.ones((2, MAX_WIDENED + 1))
+    assert make_twin({"w": wide})["w"] is wide
+    assert make_twin({"w": wide[:, 1:]})["w"].dtype == jnp.bfloat16
 
 
 def test_only_files_in_bfloat16_have_one() -> None:
