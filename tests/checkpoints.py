@@ -129,16 +129,19 @@ def write_checkpoint(
     """Write config, weights, tokenizer and processor files into an existing directory.
 
     Args:
-        wide: The decoder's heads have 128 channels, those of the published models.
+        wide: The decoder's heads have 128 channels, those of the published models, and the
+            encoder's together fill 128 lanes; of the Qwen2 families.
         num_kv_heads: Of 4 query heads.
     """
     tokenizer = byte_tokenizer()
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
-    config = published_config(family, ids, tied=tied) | {"num_key_value_heads": num_kv_heads}
+    config = published_config(family, ids, tied=tied)
+    config.get("text_config", config)["num_key_value_heads"] = num_kv_heads
     if wide:
         config |= {"hidden_size": 512, "rope_scaling": _WIDE_ROPE}
-        width = "out_hidden_size" if family == "qwen2_5_vl" else "hidden_size"
-        config["vision_config"][width] = 512
+        sizes = ("hidden_size", "out_hidden_size")
+        inner, outer = sizes if family == "qwen2_5_vl" else ("embed_dim", "hidden_size")
+        config["vision_config"] |= {inner: 128, outer: 512}
     write_json(directory / "config.json", config)
     write_json(
         directory / "generation_config.json",

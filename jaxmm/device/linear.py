@@ -4,8 +4,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-_FEW_ROWS = range(2, 129)
-"""So many rows XLA's CPU matmul takes up to twice as fast with the weight on the left."""
+_FEW_ROWS = 128
+"""Up to this many rows XLA's CPU matmul is up to twice as fast with the weight on the left."""
+
+MAX_WIDENED = 4095
+"""Length of the longest row that XLA's CPU backend multiplies by weights that it widens meanwhile:
+16 KiB of float32 are too many."""
 
 
 def linear(
@@ -17,11 +21,12 @@ def linear(
 
     A float32 row takes weights in bfloat16 as the float32 numbers that they are.
     """
-    y_TF = (
-        lax.platform_dependent(x_TD, weight_FD, cpu=_weight_left, default=_weight_right)
-        if x_TD.shape[0] in _FEW_ROWS
-        else _weight_right(x_TD, weight_FD)
-    )
+    if len(x_TD) == 1:
+        y_TF = _one_row(x_TD, weight_FD)
+    elif len(x_TD) <= _FEW_ROWS:
+        y_TF = lax.platform_dependent(x_TD, weight_FD, cpu=_weight_left, default=_weight_right)
+    else:
+        y_TF = _weight_right(x_TD, weight_FD)
     if bias_F is not None:
         y_TF = y_TF + bias_F.astype(jnp.float32)
     return y_TF.astype(x_TD.dtype)
@@ -37,3 +42,9 @@ def _weight_left(x_TD: Array, weight_FD: Array) -> Array:
 
 def _weight_right(x_TD: Array, weight_FD: Array) -> Array:
     return jnp.tensordot(x_TD, weight_FD, (1, -1), preferred_element_type=jnp.float32)
+
+
+def _one_row(x_1D: Array, weight_FD: Array) -> Array:
+    # In this form alone XLA's CPU backend widens the weights inside the product (`MAX_WIDENED`).
+    flat_XD = weight_FD.reshape(-1, weight_FD.shape[-1]).astype(x_1D.dtype)
+    return (x_1D @ flat_XD.T).reshape(1, *weight_FD.shape[:-1])

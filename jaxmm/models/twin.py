@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from jaxmm.device.linear import MAX_WIDENED
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.loading import open_params
 
@@ -36,19 +37,24 @@ def text_is_bfloat16(directory: Path, model: ModelConfig) -> bool:
 def twin_shapes(params: Mapping[Any, Any]) -> Any:
     """What `make_twin` gives for such parameters, as `jax.ShapeDtypeStruct`."""
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if x.ndim > 1 else x.dtype), params
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if _is_narrowed(x) else x.dtype),
+        params,
     )
 
 
 def make_twin(params: Mapping[Any, Any]) -> Any:
-    """The same numbers, matrices in bfloat16; vectors are shared, not copied.
+    """The same numbers, in bfloat16 where that is quicker to read; the others are shared.
 
     Args:
         params: Float32 arrays, those of a decoder that `text_is_bfloat16`.
     """
     return jax.tree.map(
-        lambda x: jax.device_put(_high_halves(np.asarray(x))) if x.ndim > 1 else x, params
+        lambda x: jax.device_put(_high_halves(np.asarray(x))) if _is_narrowed(x) else x, params
     )
+
+
+def _is_narrowed(x: Any) -> bool:
+    return bool(x.ndim > 1 and x.shape[-1] <= MAX_WIDENED)
 
 
 def _high_halves(value: npt.NDArray[np.float32]) -> npt.NDArray[Any]:

@@ -15,7 +15,7 @@ from jaxmm.device.backend import Backend, check_sizes, model_obstacles, settle_b
 from jaxmm.device.sharding import param_spec, spec_of
 from jaxmm.errors import ConfigError
 from jaxmm.models import read_config
-from tests.checkpoints import FAMILIES, Family, checkpoint
+from tests.checkpoints import Family, checkpoint
 from tests.engines import LOGPROB_ATOL
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def sharded_answers(family: Family, *tensor_parallel: int) -> list[list]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_greedy_and_drawn_answers_equal_the_unsharded_ones(family: Family) -> None:
     whole, *split = sharded_answers(family, 1, 2, 4)
     assert whole[3][2] > 0  # the repeated request was served from the prefix cache

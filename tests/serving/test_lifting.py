@@ -13,7 +13,7 @@ from serving.completions import read_ask
 from serving.errors import BadBody
 from serving.lifting import lift
 from serving.protocol import parse_chat_request
-from serving.translate import image_urls
+from serving.translate import media_urls
 
 LARGE = "data:image/png;base64," + base64.b64encode(bytes(range(256)) * 300).decode()
 ASK = {"messages": [{"role": "user", "content": "a"}]}
@@ -43,9 +43,11 @@ class Bodies:
         self.fields = chat.model_dump()
         for part in (p for m in self.fields["messages"] for p in m["content"]):
             if isinstance(part, dict):
-                part.pop("image_url", None)
-        urls = image_urls(chat)
-        return Ask(id="", model=None, stream=False, urls=urls, requests=None, writer=None)
+                part.pop("image_url")
+        urls = media_urls(chat)
+        return Ask(
+            id="", model=None, stream=False, urls=urls, num_items=0, requests=None, writer=None
+        )
 
 
 def read(body):
