@@ -2,6 +2,7 @@
 # into .venv, once, and again when pyproject.toml changes.
 
 PYTHON ?= python3
+JOBS ?= 2  # processes that test side by side; each takes about 3 GB
 BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
@@ -11,13 +12,13 @@ serve: .venv/product            ## start the server; prints its URL and a reques
 	$(BIN)/jaxmm serve $(ARGS)
 
 test: .venv/development         ## the whole suite, under 15 minutes
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: .venv/development        ## style, types and the fast tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not tpu and not slow and not aot" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not tpu and not slow and not aot" $(ARGS)
 
 kernels: .venv/development      ## kernels: against references, compiled for TPUs, their static cost
 	$(BIN)/python -m pytest tests/kernels_pallas

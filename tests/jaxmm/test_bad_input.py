@@ -257,7 +257,7 @@ def test_not_exactly_one_prompt(on: Engine, given: dict[str, Any]) -> None:
         [],
         [{"role": "robot", "content": "a"}],
         [{"role": "user"}],
-        [{"role": "user", "content": [{"type": "video"}]}],
+        [{"role": "user", "content": [{"type": "audio"}]}],
         [{"role": "user", "content": 5}],
         "a question",
         [7],

@@ -42,7 +42,8 @@ def test_a_kernel_compiles_in_place_and_without_copies(case: Case, topology: str
     compiled = aot.compile_for(mesh, case.function, case.args, donate=case.donate)
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= case.donated_bytes
-    assert memory.temp_size_in_bytes < 1 << 20
+    # on v5p the extend of 2048 tokens has 1.75 MiB beside its arguments; its queries have 14
+    assert memory.temp_size_in_bytes < 2 << 20
     assert aot.copied_bytes(compiled.as_text()) == 0
 
 

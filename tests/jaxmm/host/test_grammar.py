@@ -96,10 +96,14 @@ def test_whatever_is_sampled_under_a_schema_parses_and_validates(tokenizer, gram
         jsonschema.validate(json.loads(text), schema)
 
 
+# llguidance holds U+007F to its escape, though JSON lets it stand as it is
+written = st.text(st.characters(codec="utf-8", exclude_characters="\x7f"), max_size=5)
+
+
 @given(
     value=st.recursive(
-        st.booleans() | st.integers(-99, 99) | st.text(max_size=5),
-        lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=4), v, max_size=3),
+        st.booleans() | st.integers(-99, 99) | written,
+        lambda v: st.lists(v, max_size=3) | st.dictionaries(written, v, max_size=3),
         max_leaves=6,
     )
 )
