@@ -17,6 +17,9 @@ from typing import Any, Literal
 
 from jaxmm.errors import ConfigError
 
+MAX_EXPIRE_SECONDS = 1e7
+"""Of what a conversation keeps; a system's wait has a bound too."""
+
 
 def _require(ok: bool, message: str) -> None:
     if not ok:
@@ -215,7 +218,7 @@ class SessionConfig:
             "sessions.",
             max_kept=(1, 1 << 16),
             page_share=(0.0, 1.0),
-            expire_seconds=(0.0, 1e7),
+            expire_seconds=(0.0, MAX_EXPIRE_SECONDS),
         )
 
 

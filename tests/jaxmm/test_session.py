@@ -215,6 +215,12 @@ def test_what_is_kept_expires_and_the_conversation_goes_on(on: Engine) -> None:
         assert second.text == whole(on, chat)
 
 
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e10, -1.0, "60", True])
+def test_time_that_nobody_can_wait_for_is_refused(on: Engine, seconds: Any) -> None:
+    with pytest.raises(RequestError, match="expire_seconds"):
+        on.session(expire_seconds=seconds)
+
+
 def test_file_that_changes_between_turns_is_no_part_of_the_conversation(
     on: Engine, chat: Session, tmp_path: Path
 ) -> None:
