@@ -234,8 +234,8 @@ class EngineConfig:
     kernels: Literal["auto", "pallas", "portable"] = "auto"
     """Implementation of attention and row moves; auto: Pallas on TPUs, portable elsewhere."""
     tensor_parallel: int = 1
-    """Chips that the language model is split over; it must divide the KV heads. 0: as many as there
-    are and do."""
+    """Chips that the language model is split over; its heads, MLP and vocabulary must divide by it.
+    0: as many as there are and do."""
     coordinator: str = ""
     """`host:port` of process 0, port free; empty: what Cloud TPU or GKE say, if they do."""
     num_processes: int = 0
