@@ -132,10 +132,10 @@ class BucketConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaConfig:
-    """Limits and processing of pictures."""
+    """Limits and processing of pictures and videos."""
 
     max_bytes: int = 32 << 20
-    """Encoded size of one picture, bytes."""
+    """Encoded size of one picture or video, bytes."""
     max_decode_pixels: int = 100_000_000
     """Width times height before resizing, checked before decoding."""
     min_pixels: int = 0
@@ -154,7 +154,7 @@ class MediaConfig:
     workers: int = 0
     """Decoding processes; 0: one for each two cores, at least one."""
     timeout_seconds: float = 30.0
-    """Time for decoding one picture; its process is then replaced."""
+    """Time for decoding one picture or video; its process is then replaced."""
     worker_memory_bytes: int = 0
     """Memory that a decoding process may take for one picture; 0: 16 bytes for each pixel of
     `max_decode_pixels`, and some for the rest."""
