@@ -166,7 +166,8 @@ class Session:
             self._messages += [turn.question, answer]
         else:
             del self._keep.pictures[len(self._keep.pictures) - len(turn.pictures) :]
-        if self._keep.closed:  # meanwhile
+        nothing_expires = not turn.is_complete and self._keep not in self._engine.scheduler.pins
+        if self._keep.closed or nothing_expires:  # closed meanwhile
             self._keep.release()
         self._answering = False
 
