@@ -17,6 +17,9 @@ from typing import Any, Literal
 
 from jaxmm.errors import ConfigError
 
+MAX_EXPIRE_SECONDS = 1e7
+"""Of what a conversation keeps; a system's wait has a bound too."""
+
 
 def _require(ok: bool, message: str) -> None:
     if not ok:
@@ -129,10 +132,10 @@ class BucketConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaConfig:
-    """Limits and processing of pictures."""
+    """Limits and processing of pictures and videos."""
 
     max_bytes: int = 32 << 20
-    """Encoded size of one picture, bytes."""
+    """Encoded size of one picture or video, bytes."""
     max_decode_pixels: int = 100_000_000
     """Width times height before resizing, checked before decoding."""
     min_pixels: int = 0
@@ -151,7 +154,7 @@ class MediaConfig:
     workers: int = 0
     """Decoding processes; 0: one for each two cores, at least one."""
     timeout_seconds: float = 30.0
-    """Time for decoding one picture; its process is then replaced."""
+    """Time for decoding one picture or video; its process is then replaced."""
     worker_memory_bytes: int = 0
     """Memory that a decoding process may take for one picture; 0: 16 bytes for each pixel of
     `max_decode_pixels`, and some for the rest."""
@@ -215,7 +218,7 @@ class SessionConfig:
             "sessions.",
             max_kept=(1, 1 << 16),
             page_share=(0.0, 1.0),
-            expire_seconds=(0.0, 1e7),
+            expire_seconds=(0.0, MAX_EXPIRE_SECONDS),
         )
 
 
@@ -231,8 +234,8 @@ class EngineConfig:
     kernels: Literal["auto", "pallas", "portable"] = "auto"
     """Implementation of attention and row moves; auto: Pallas on TPUs, portable elsewhere."""
     tensor_parallel: int = 1
-    """Chips that the language model is split over; it must divide the KV heads. 0: as many as there
-    are and do."""
+    """Chips that the language model is split over; its heads, MLP and vocabulary must divide by it.
+    0: as many as there are and do."""
     coordinator: str = ""
     """`host:port` of process 0, port free; empty: what Cloud TPU or GKE say, if they do."""
     num_processes: int = 0

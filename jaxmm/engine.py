@@ -129,6 +129,9 @@ class Engine:
             salt: The tenant.
             expire_seconds: Time after a turn until what is kept is given back; None: the setting
                 `sessions.expire_seconds`.
+
+        Raises:
+            RequestError: `expire_seconds` is outside its range.
         """
         seconds = self.config.sessions.expire_seconds if expire_seconds is None else expire_seconds
         return Session(self, system, salt=salt, expire_seconds=seconds)

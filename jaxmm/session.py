@@ -1,6 +1,7 @@
 """A conversation that keeps its pictures and its prefix between turns. Host only."""
 
 import contextlib
+import numbers
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -15,6 +16,7 @@ from jaxmm.asking import (
     sampling_params,
     user_turn,
 )
+from jaxmm.config import MAX_EXPIRE_SECONDS
 from jaxmm.errors import RequestError
 from jaxmm.gather import Gathered, stream_deltas
 from jaxmm.host.kept import Keep, KeptPicture
@@ -38,6 +40,7 @@ class Session:
         self, engine: "Engine", system: str | None, *, salt: str, expire_seconds: float
     ) -> None:
         """See `Engine.session`."""
+        _check_seconds(expire_seconds)
         self._engine = engine
         self._salt = salt
         self._messages: list[Message] = []
@@ -163,9 +166,19 @@ class Session:
             self._messages += [turn.question, answer]
         else:
             del self._keep.pictures[len(self._keep.pictures) - len(turn.pictures) :]
-        if self._keep.closed:  # meanwhile
+        nothing_expires = not turn.is_complete and self._keep not in self._engine.scheduler.pins
+        if self._keep.closed or nothing_expires:  # closed meanwhile
             self._keep.release()
         self._answering = False
+
+
+def _check_seconds(seconds: float) -> None:
+    """Refuse a time that the engine's loop cannot wait for; the range is the setting's."""
+    is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
+    if not (is_number and 0 <= seconds <= MAX_EXPIRE_SECONDS):  # false for NaN
+        raise RequestError(
+            f"expire_seconds={seconds!r} is not a number in [0, {MAX_EXPIRE_SECONDS:g}]"
+        )
 
 
 class _Turn:

@@ -36,6 +36,7 @@ class Timeline(NamedTuple):
     """Frames a second."""
     height: int
     width: int
+    """As it is shown, turned if the file says so."""
 
 
 Choose = Callable[[Timeline], Sequence[int]]
@@ -130,6 +131,8 @@ def _file_clip(container: Any, choose: Choose, limits: Limits) -> Clip:
     if not shown:
         raise MediaError("the video has no frames; send at least one")
     check_pixels(width, height, limits)
+    if _is_on_its_side(container, stream, shown[0]):
+        height, width = width, height
     timeline = Timeline(len(shown), _fps(stream, shown), height, width)
     indices = tuple(choose(timeline))
     wanted = [shown[index] for index in indices]
@@ -148,6 +151,13 @@ def _list_packets(container: Any, stream: Any) -> tuple[list[int], list[int]]:
         if packet.is_keyframe:
             keys.append(packet.pts)
     return sorted(set(shown)), sorted(keys)
+
+
+def _is_on_its_side(container: Any, stream: Any, first: int) -> bool:
+    """Whether frames are shown a quarter turn from how they are stored; the first one tells."""
+    container.seek(first, stream=stream, backward=True)
+    frame = next(container.decode(stream), None)
+    return frame is not None and round(frame.rotation / 90) % 2 == 1
 
 
 def _fps(stream: Any, shown: list[int]) -> float:

@@ -51,6 +51,10 @@ class Pins:
     def __len__(self) -> int:
         return len(self._pins)
 
+    def __contains__(self, keep: Keep) -> bool:
+        """Whether a conversation keeps something; for any thread."""
+        return keep in self._pins
+
     @property
     def seconds_left(self) -> float | None:
         """Time until `expire` has something to do; None when nothing is pinned."""

@@ -2,6 +2,7 @@
 Host only."""
 
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -17,6 +18,7 @@ Grid = tuple[int, int, int]
 Allocate = Callable[[int, int], npt.NDArray[np.uint8]]
 """(N, U) -> uint8[N, U] to fill."""
 
+MIN_FPS = 0.01
 MAX_FPS = 60.0
 
 
@@ -100,12 +102,16 @@ def sampling_of(
     if num_frames is not None:
         if fps is not None:
             raise RequestError("give fps or num_frames, not both")
+        if not isinstance(num_frames, numbers.Integral):
+            raise RequestError(f"num_frames={num_frames!r} is not a whole number")
         if not 1 <= num_frames <= max_frames:
             raise RequestError(f"num_frames={num_frames} is outside [1, {max_frames}]")
+        num_frames = int(num_frames)
     rate = default_fps if fps is None else fps
-    if not (math.isfinite(rate) and 0 < rate <= MAX_FPS):
-        raise RequestError(f"fps={rate} is outside (0, {MAX_FPS:g}]")
-    return Sampling(rate, num_frames)
+    # of a list of frames, one near zero makes a video too long for floats and for positions
+    if not isinstance(rate, numbers.Real) or not MIN_FPS <= rate <= MAX_FPS:  # true for NaN
+        raise RequestError(f"fps={rate!r} is outside [{MIN_FPS:g}, {MAX_FPS:g}]")
+    return Sampling(float(rate), num_frames)
 
 
 def timing_of(clip: Clip) -> Timing:

@@ -69,10 +69,6 @@ class Followers:
         self._thread = threading.Thread(target=self._watch, name="jaxmm-followers", daemon=True)
         self._thread.start()
 
-    @property
-    def process_ids(self) -> list[int]:
-        return sorted(self._channels)
-
     def on_failure(self, listener: Callable[[PeerLost], None]) -> None:
         """Have something told, once, that the pod is at its end, and why."""
         with self._lock:

@@ -215,6 +215,23 @@ def test_what_is_kept_expires_and_the_conversation_goes_on(on: Engine) -> None:
         assert second.text == whole(on, chat)
 
 
+def test_turn_that_is_left_keeps_nothing_of_a_conversation_that_expired(on: Engine) -> None:
+    with on.session(expire_seconds=0.0) as chat:
+        chat.send("what is this", WIDE, **FIELDS)
+        deadline = time.monotonic() + 20
+        while len(on.scheduler.pins):
+            assert time.monotonic() < deadline, "it did not expire"
+            time.sleep(0.01)
+        next(iter(chat.send("and its colour", stream=True, **FIELDS)))
+        assert [p.found for p in chat._keep.pictures] == [None]
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e10, -1.0, "60", True])
+def test_time_that_nobody_can_wait_for_is_refused(on: Engine, seconds: Any) -> None:
+    with pytest.raises(RequestError, match="expire_seconds"):
+        on.session(expire_seconds=seconds)
+
+
 def test_file_that_changes_between_turns_is_no_part_of_the_conversation(
     on: Engine, chat: Session, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """A model split over simulated chips gives the answers of the whole one."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,7 +12,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxmm.config import EngineConfig, load_config
-from jaxmm.device.backend import Backend, check_sizes, model_obstacles, settle_backend
+from jaxmm.device.backend import (
+    Backend,
+    _rests,
+    check_sizes,
+    model_obstacles,
+    settle_backend,
+)
 from jaxmm.device.sharding import param_spec, spec_of
 from jaxmm.errors import ConfigError
 from jaxmm.models import read_config
@@ -93,3 +100,11 @@ def test_sizes_that_the_kernels_cannot_take_name_their_setting() -> None:
     with pytest.raises(ConfigError, match="page table of 2097152 bytes"):
         check_sizes(pallas, 16, 256, 2048, np.float32)
     check_sizes(Backend(), 4, 256, 2048, np.float32)
+
+
+def test_width_of_an_expert_must_divide_too() -> None:
+    model = read_config(checkpoint("qwen3_vl_moe"))
+    text = dataclasses.replace(model.text, expert_width=model.text.expert_width + 1)
+    odd = dataclasses.replace(model, text=text)
+    assert not list(_rests(model, 2))
+    assert list(_rests(odd, 2)) == [f"{text.expert_width} channels of an expert"]

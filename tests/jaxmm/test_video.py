@@ -270,6 +270,8 @@ def test_video_that_cannot_be_used_is_named_and_fails_alone(name: str) -> None:
     [
         ({"fps": 0.0}, "fps=0.0 is outside"),
         ({"fps": float("nan")}, "fps=nan is outside"),
+        ({"fps": 1e-310}, "fps=1e-310 is outside [0.01, 60]"),
+        ({"num_frames": 4.0}, "num_frames=4.0 is not a whole number"),
         ({"num_frames": 0}, "num_frames=0 is outside [1, 768]"),
         ({"num_frames": 769}, "num_frames=769 is outside [1, 768]"),
         ({"fps": 1.0, "num_frames": 4}, "fps or num_frames, not both"),

@@ -239,6 +239,8 @@ def test_frames_are_turned_as_the_file_says(
     data[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
     [frame] = frames_at(bytes(data), [1])
     assert frame.size == size
+    timeline = timeline_of(bytes(data))
+    assert (timeline.width, timeline.height) == size  # from which the resized size follows
     assert np.asarray(frame.convert("L"))[corner[1], corner[0]] > 200
 
 
