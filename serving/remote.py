@@ -120,7 +120,10 @@ class Remote:
         body = bytearray()
         async for chunk in response.aiter_raw():
             room = self._max_bytes - len(body)
-            piece = inflate.decompress(chunk, room + 1) if inflate else chunk
+            try:
+                piece = inflate.decompress(chunk, room + 1) if inflate else chunk
+            except zlib.error:
+                raise FetchError(f"host {target.host} sends gzip that is none") from None
             if len(piece) > room:
                 raise MediaTooLarge(
                     f"the image at host {target.host} is larger than {self._max_bytes} bytes"

@@ -12,7 +12,7 @@ BOMB = gzip.compress(bytes(8 << 20))
 
 class _Handler(BaseHTTPRequestHandler):
     """Paths: /picture /status/N /redirect?to=URL /chain/N /hang /trickle /endless /short /gzip
-    /bomb /brotli /flip."""
+    /bomb /brotli /nogzip /flip."""
 
     protocol_version = "HTTP/1.1"
     server: "_Host"
@@ -78,6 +78,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _brotli(self, *_):
         self._send(200, PICTURE, content_encoding="br")
+
+    def _nogzip(self, *_):
+        self._send(200, PICTURE, content_encoding="gzip")
 
     def _flip(self, *_):
         self._send(200, b"%d" % len(self.server.hits))

@@ -177,6 +177,7 @@ def test_no_scheme_at_all_means_data_uris_alone():
         ("status/500?key=secret", "host 127.0.0.1 answered 500"),
         ("short", "could not be read"),
         ("brotli", "only gzip is undone"),
+        ("nogzip", "sends gzip that is none"),
         ("hang", "did not answer in 0.3 s"),
         ("trickle", "did not answer in 0.3 s"),
         ("endless", "larger than 4096 bytes"),
