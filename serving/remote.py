@@ -141,9 +141,10 @@ def parse_url(url: str) -> httpx.URL:
     """
     try:
         target = httpx.URL(url)
-    except httpx.InvalidURL:
+        host = target.host  # decodes a name in punycode, which may be none
+    except (httpx.InvalidURL, UnicodeError):
         raise FetchError("not a URL; give a data: or an http(s): URL") from None
-    if target.scheme in _DEFAULT_PORTS and not target.host:
+    if target.scheme in _DEFAULT_PORTS and not host:
         raise FetchError("the URL has no host")
     if target.userinfo:
         raise FetchError("the URL has credentials in it; they are not sent")

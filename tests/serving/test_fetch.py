@@ -156,6 +156,7 @@ def test_paths_and_other_schemes_get_one_and_the_same_message(url):
         ("http:///picture", "no host"),
         ("http://user:secret@example.org/", "credentials"),
         ("http://exa mple.org:x/", "not a URL"),
+        ("http://xn--a/", "not a URL"),
         ("http://name.invalid/x?key=secret", "host name.invalid cannot be resolved"),
     ],
 )
