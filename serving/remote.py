@@ -37,7 +37,7 @@ class Remote:
             follow_redirects=False,
             timeout=httpx.Timeout(config.timeout_seconds, connect=config.timeout_seconds / 3),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            headers={"user-agent": "jaxmm", "accept": "image/*", "accept-encoding": "identity"},
+            headers={"user-agent": "jaxmm", "accept": "*/*", "accept-encoding": "identity"},
         )
 
     async def aclose(self) -> None:

@@ -211,6 +211,11 @@ def test_gzip_is_undone_and_the_declared_type_is_not_believed(host):
     assert fetch(f"{base}/picture", allowed_hosts=allow(host)) == PICTURE
 
 
+def test_hosts_hear_that_videos_are_taken_too(host):
+    url = f"http://127.0.0.1:{host.server_port}/clip"
+    assert fetch(url, allowed_hosts=allow(host)) == PICTURE
+
+
 def test_a_picture_of_exactly_the_limit_is_taken(host):
     url = f"http://127.0.0.1:{host.server_port}/picture"
     assert fetch(url, max_bytes=len(PICTURE), allowed_hosts=allow(host)) == PICTURE
