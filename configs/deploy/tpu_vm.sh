@@ -67,7 +67,7 @@ install_jaxmm() {
   on_hosts all "set -e
     python3 -m pip install --quiet --user --upgrade uv
     ~/.local/bin/uv venv --quiet --allow-existing --python 3.12 ~/jaxmm
-    ~/.local/bin/uv pip install --quiet --python ~/jaxmm --reinstall-package jaxmm \"\$HOME/${wheel}[tpu]\""
+    ~/.local/bin/uv pip install --quiet --python ~/jaxmm --reinstall-package jaxmm \"\$HOME/${wheel}[tpu,gcs]\""
 }
 
 # A unit on every host: the first serves HTTP, the others follow it. One that ends takes the others

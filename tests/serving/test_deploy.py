@@ -286,6 +286,11 @@ def test_the_container_file_passes_hadolint_and_copies_what_there_is():
     assert copied and all((ROOT / name).exists() for name in copied)
 
 
+def test_what_is_installed_reads_models_at_gs_addresses():
+    for name in ("Containerfile", "tpu_vm.sh"):
+        assert "[tpu,gcs]" in (DEPLOY / name).read_text(encoding="utf-8")
+
+
 @pytest.fixture
 def gcloud(tmp_path):
     """Runs the script with a gcloud that writes down how it was called."""
