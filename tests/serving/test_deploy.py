@@ -286,6 +286,15 @@ def test_the_container_file_passes_hadolint_and_copies_what_there_is():
     assert copied and all((ROOT / name).exists() for name in copied)
 
 
+def test_models_of_the_manifests_can_be_split_over_their_slices():
+    """A slice of several hosts with chips left over is refused at start."""
+    query_heads = {"Qwen2.5-VL-32B-Instruct": 40, "Qwen2.5-VL-72B-Instruct": 64}
+    for path in (DEPLOY / "gke").glob("*.yaml"):
+        text = path.read_text(encoding="utf-8")
+        topology, model = re.search(r"--topology (\S+) --model /models/(\S+)", text).groups()
+        assert query_heads[model] % parse_topology(topology).num_chips == 0, path.name
+
+
 def test_what_is_installed_reads_models_at_gs_addresses():
     for name in ("Containerfile", "tpu_vm.sh"):
         assert "[tpu,gcs]" in (DEPLOY / name).read_text(encoding="utf-8")
