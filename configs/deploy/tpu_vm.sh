@@ -75,7 +75,7 @@ install_jaxmm() {
 start() {
   local model=$1 words
   shift
-  words=$(printf ' %q' serve --model "$model" --host 0.0.0.0 "$@")
+  words=$(printf ' %q' serve --model "$model" --host 0.0.0.0 --tensor-parallel 0 "$@")
   on_hosts all "sudo systemctl reset-failed jaxmm 2>/dev/null
     sudo systemd-run --unit=jaxmm --uid=\$(id -u) --gid=\$(id -g) --setenv=HOME=\$HOME \
       --property=Restart=always --property=RestartSec=5 --property=TimeoutStopSec=150 \

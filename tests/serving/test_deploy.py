@@ -363,7 +363,7 @@ def test_the_script_starts_one_server_on_every_host_with_words_that_it_takes(gcl
     command = next(word for word in ssh if word.startswith("--command="))
     words = shlex.split(command.split("~/jaxmm/bin/jaxmm", 1)[1])
     assert words[:5] == ["serve", "--model", "/data/my model", "--host", "0.0.0.0"]
-    assert words[5:] == ["--max-model-len", "8192"]
+    assert words[5:] == ["--tensor-parallel", "0", "--max-model-len", "8192"]
 
 
 def test_commands_of_the_page_render_and_files_that_it_names_exist():
