@@ -231,8 +231,8 @@ class EngineConfig:
     kernels: Literal["auto", "pallas", "portable"] = "auto"
     """Implementation of attention and row moves; auto: Pallas on TPUs, portable elsewhere."""
     tensor_parallel: int = 1
-    """Chips that the language model is split over; it must divide the KV heads. 0: as many as there
-    are and do."""
+    """Chips that the language model is split over; its query heads must divide by them, its KV
+    heads too or the other way round. 0: as many as there are and can be; a pod takes all it has."""
     coordinator: str = ""
     """`host:port` of process 0, port free; empty: what Cloud TPU or GKE say, if they do."""
     num_processes: int = 0
