@@ -46,7 +46,8 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take what came; a head that grows too large is answered with 400."""
-        if self._in_head and self._timer is None:
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if self._in_head and self._timer is None and not answering:
             self._close_after(HEAD_SECONDS)
         before = self._in_head, self._num_heads
         super().data_received(data)

@@ -14,7 +14,13 @@ from serving.completions import Completions, read_body
 from serving.engine import ServedEngine
 from serving.errors import UnknownAnswer
 from serving.generate import GenerateEndpoint
-from serving.native_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
+from serving.native_protocol import (
+    AbortRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
+from serving.protocol import ChatRequest
 from serving.structured import tool_dicts
 from serving.translate import message_of
 
@@ -68,11 +74,14 @@ class Native:
 
 
 class _PlanEndpoint:
-    """A body of chat completions, or of /generate."""
+    """A body of chat completions, or of /generate: one with a field that only that has."""
+
+    _GENERATE = GenerateRequest.model_fields.keys() - ChatRequest.model_fields.keys()
 
     def __init__(self, served: Served) -> None:
         self._chat, self._generate = ChatEndpoint(served), GenerateEndpoint(served)
 
     def read(self, body: bytes | bytearray) -> Any:
-        is_chat = "messages" in read_object(body)
+        given = read_object(body).keys()
+        is_chat = "messages" in given and not given & self._GENERATE
         return (self._chat if is_chat else self._generate).read(body)

@@ -37,7 +37,7 @@ class Remote:
             follow_redirects=False,
             timeout=httpx.Timeout(config.timeout_seconds, connect=config.timeout_seconds / 3),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            headers={"user-agent": "jaxmm", "accept": "image/*", "accept-encoding": "identity"},
+            headers={"user-agent": "jaxmm", "accept": "*/*", "accept-encoding": "identity"},
         )
 
     async def aclose(self) -> None:
@@ -120,7 +120,10 @@ class Remote:
         body = bytearray()
         async for chunk in response.aiter_raw():
             room = self._max_bytes - len(body)
-            piece = inflate.decompress(chunk, room + 1) if inflate else chunk
+            try:
+                piece = inflate.decompress(chunk, room + 1) if inflate else chunk
+            except zlib.error:
+                raise FetchError(f"host {target.host} sends gzip that is none") from None
             if len(piece) > room:
                 raise MediaTooLarge(
                     f"the image at host {target.host} is larger than {self._max_bytes} bytes"
@@ -138,9 +141,10 @@ def parse_url(url: str) -> httpx.URL:
     """
     try:
         target = httpx.URL(url)
-    except httpx.InvalidURL:
+        host = target.host  # decodes a name in punycode, which may be none
+    except (httpx.InvalidURL, UnicodeError):
         raise FetchError("not a URL; give a data: or an http(s): URL") from None
-    if target.scheme in _DEFAULT_PORTS and not target.host:
+    if target.scheme in _DEFAULT_PORTS and not host:
         raise FetchError("the URL has no host")
     if target.userinfo:
         raise FetchError("the URL has credentials in it; they are not sent")

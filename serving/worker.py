@@ -66,8 +66,9 @@ class Pump:
 
     def abort(self) -> bool:
         """End the requests; the reader hears of it. False: they have ended already."""
-        self._aborted = self._task.cancel()
-        return self._aborted
+        ends = self._task.cancel()
+        self._aborted = self._aborted or ends
+        return ends
 
     async def aclose(self) -> None:
         """Abort the request if it has not finished, and wait until the engine let go of it."""

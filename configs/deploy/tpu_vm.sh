@@ -67,7 +67,7 @@ install_jaxmm() {
   on_hosts all "set -e
     python3 -m pip install --quiet --user --upgrade uv
     ~/.local/bin/uv venv --quiet --allow-existing --python 3.12 ~/jaxmm
-    ~/.local/bin/uv pip install --quiet --python ~/jaxmm --reinstall-package jaxmm \"\$HOME/${wheel}[tpu]\""
+    ~/.local/bin/uv pip install --quiet --python ~/jaxmm --reinstall-package jaxmm \"\$HOME/${wheel}[tpu,gcs]\""
 }
 
 # A unit on every host: the first serves HTTP, the others follow it. One that ends takes the others
@@ -75,7 +75,7 @@ install_jaxmm() {
 start() {
   local model=$1 words
   shift
-  words=$(printf ' %q' serve --model "$model" --host 0.0.0.0 "$@")
+  words=$(printf ' %q' serve --model "$model" --host 0.0.0.0 --tensor-parallel 0 "$@")
   on_hosts all "sudo systemctl reset-failed jaxmm 2>/dev/null
     sudo systemd-run --unit=jaxmm --uid=\$(id -u) --gid=\$(id -g) --setenv=HOME=\$HOME \
       --property=Restart=always --property=RestartSec=5 --property=TimeoutStopSec=150 \

@@ -6,9 +6,7 @@ Sizes in proportion to Qwen3-VL-30B-A3B's layers, an eighth as wide. Prints hard
 the median of nine runs in milliseconds, each form in turn.
 """
 
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 
@@ -16,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxmm.device.experts import by_blocks, by_ragged_dot, route
+from tests.bench.machine import describe_run
 
 EXPERTS, CHOSEN, WIDTH, INNER = 128, 8, 256, 96
 TOKENS = (1, 8, 32, 128, 512)
@@ -31,10 +30,7 @@ def milliseconds(run: Callable[[], jax.Array]) -> float:
 
 def main() -> None:
     """Print a table."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    print(f"{platform.processor() or platform.machine()}, {jax.devices()}, commit {commit}")
+    print(f"{describe_run()}\ndevices   {jax.devices()}")
     print(f"{EXPERTS} experts, {CHOSEN} a token, {WIDTH} x {INNER}, float32")
     random = np.random.default_rng(0)
     gate_up = jax.device_put(random.standard_normal((EXPERTS, WIDTH, 2 * INNER), np.float32))

@@ -7,8 +7,6 @@ tokens through two grammars; and sampling 16 rows of 151,936 float32 logits, jit
 of warm-up. Prints medians and 99th percentiles.
 """
 
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 
@@ -20,6 +18,7 @@ from jaxmm.device.sampling import SampleParams, init_state, sample_rows
 from jaxmm.host.batch import MAX_BANNED
 from jaxmm.host.grammar import Grammars, Matcher, json_grammar, mask_words
 from jaxmm.host.tools import read_tools, tool_grammar
+from tests.bench.machine import describe_run
 
 NUM_TOKENS, VOCAB, ROWS = 151_643, 151_936, 16
 OBJECT = {
@@ -30,10 +29,7 @@ OBJECT = {
 
 
 def main() -> None:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    print(f"{platform.processor() or platform.machine()}  commit {commit.stdout.strip()}")
+    print(describe_run())
     tokens = vocabulary()
     start = time.perf_counter()
     grammars = Grammars(tokens, frozenset({NUM_TOKENS - 1}), [NUM_TOKENS - 1], _never)

@@ -9,10 +9,6 @@ a busy machine slows all alike.
 
 import argparse
 import io
-import os
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 
@@ -26,6 +22,7 @@ from jaxmm.host.identity import item_identity
 from jaxmm.host.item import Modality
 from jaxmm.host.media import Limits, decode_image
 from jaxmm.models.qwen2_vl.processor import ImageProcessor
+from tests.bench.machine import describe_run
 
 PROCESSOR = ImageProcessor(min_pixels=3136, max_pixels=12845056)
 REFERENCE = Qwen2VLImageProcessorPil(min_pixels=3136, max_pixels=12845056)
@@ -103,11 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=21)
     runs = parser.parse_args().runs
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    print(f"hardware  {platform.machine()}, {os.cpu_count()} cores")
-    print(f"commit    {commit}\ncommand   {' '.join(sys.argv)}")
+    print(describe_run())
     print(f"workload  one picture at a time; warm-up {WARM_UP}, then {runs} runs, interleaved")
     pool = DecodePool(PROCESSOR, LIMITS, workers=1)
     for form in ("JPEG", "PNG"):

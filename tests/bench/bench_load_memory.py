@@ -9,13 +9,14 @@ Each way of loading runs in a process of its own, on four simulated chips.
 
 import argparse
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
+
+from tests.bench.machine import describe_run
 
 CHIPS = 4
 
@@ -92,7 +93,7 @@ def main() -> None:
     if parsed.way:
         load(parsed.model, parsed.out, parsed.way)
         return
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {sys.argv}")
+    print(describe_run())
     flags = f"--xla_force_host_platform_device_count={CHIPS}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     with tempfile.TemporaryDirectory() as scratch:

@@ -9,12 +9,8 @@ spends on a step, and those until the last follower has the batch and has said s
 
 import argparse
 import multiprocessing
-import os
-import platform
 import socket
 import statistics
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -22,6 +18,7 @@ import numpy as np
 from jaxmm.host.batch import StepBatch, StepLayout
 from jaxmm.pod.channel import Channel
 from jaxmm.pod.messages import Kind, pack_step, unpack_step
+from tests.bench.machine import describe_run
 
 KEY = bytes(32)
 WARM_UP, STEPS = 200, 2000
@@ -92,10 +89,7 @@ def main() -> None:
     rows = [measure(channels, batch) for _ in range(WARM_UP + STEPS)][WARM_UP:]
     for channel in channels:
         channel.send(Kind.END)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, commit {commit}: {' '.join(sys.argv)}")
+    print(describe_run())
     print(f"{parsed.requests} requests, {parsed.followers} followers, {STEPS} steps")
     print(f"message {rows[0][2]} bytes of {batch.buffer.nbytes}")
     for name, column in (("told", 0), ("answered", 1)):

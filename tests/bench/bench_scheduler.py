@@ -4,7 +4,6 @@ Thread time, not wall time, so that whatever else runs on the machine does not c
 """
 
 import platform
-import subprocess
 import time
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ from jaxmm.host.prefix_cache import PrefixCache
 from jaxmm.host.scheduler import Scheduler, SchedulerConfig
 from jaxmm.host.sequence import Sequence, Status
 from jaxmm.request import SamplingParams
+from tests.bench.machine import describe_run
 from tests.jaxmm.host.prompts import Picture, make_prompt
 
 RUNNING = 64
@@ -130,11 +130,7 @@ def report(workload: Callable[[], list[float]]) -> None:
 
 
 def main() -> None:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    machine = platform.processor() or platform.machine()
-    print(f"{machine}, Python {platform.python_version()}, commit {commit}")
+    print(f"{describe_run()}\nPython    {platform.python_version()}")
     print(f"{RUNNING} running, {STEPS} steps after {WARMUP} of warm-up")
     for workload in (decodes_only, full_queue, churn, long_prompts):
         report(workload)

@@ -7,9 +7,6 @@ warm-up each. On a machine with other work, CPU seconds are the figure to compar
 """
 
 import argparse
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 
@@ -18,6 +15,7 @@ import numpy as np
 import torch
 
 from kernels_pallas.segment_attention.api import segment_attention
+from tests.bench.machine import describe_run
 
 Spans = list[tuple[int, int]]
 
@@ -75,9 +73,8 @@ def main() -> None:
     parser.add_argument("--channels", type=int, default=80)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     threads = torch.get_num_threads()
-    print(f"{platform.machine()} {threads} threads, commit {commit.stdout.strip()}, {sys.argv[1:]}")
+    print(f"{describe_run()}\nthreads   {threads}")
     random = np.random.default_rng(0)
     shape = (args.patches, args.heads, args.channels)
     arrays = [random.standard_normal(shape, np.float32) for _ in range(3)]

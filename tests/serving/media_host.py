@@ -12,7 +12,7 @@ BOMB = gzip.compress(bytes(8 << 20))
 
 class _Handler(BaseHTTPRequestHandler):
     """Paths: /picture /status/N /redirect?to=URL /chain/N /hang /trickle /endless /short /gzip
-    /bomb /brotli /flip."""
+    /bomb /brotli /nogzip /clip /flip."""
 
     protocol_version = "HTTP/1.1"
     server: "_Host"
@@ -78,6 +78,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _brotli(self, *_):
         self._send(200, PICTURE, content_encoding="br")
+
+    def _nogzip(self, *_):
+        self._send(200, PICTURE, content_encoding="gzip")
+
+    def _clip(self, *_):
+        """A host that keeps to what the client says it takes."""
+        taken = {"*/*", "video/*", "video/mp4"} & set(self.headers["accept"].split(", "))
+        self._send(200 if taken else 406, PICTURE, content_type="video/mp4")
 
     def _flip(self, *_):
         self._send(200, b"%d" % len(self.server.hits))

@@ -88,7 +88,7 @@ def test_hosts_that_hang_hold_up_nobody_else(trusting, host):
      about("file", file={"file_id": "a"})],
     ids=["video", "frames", "audio", "audio url", "file"],
 )  # fmt: skip
-def test_kinds_of_parts_that_are_not_served_are_refused_by_name(trusting, host, body):
+def test_parts_that_cannot_be_served_are_refused_by_name(trusting, host, body):
     host.hits.clear()
     response = post(trusting, body)
     assert response.status_code == 400

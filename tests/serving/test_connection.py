@@ -96,6 +96,15 @@ def test_requests_sent_together_are_answered_in_turn(url):
         assert answers.count(b"HTTP/1.1 200") == 3
 
 
+def test_a_line_end_behind_a_body_does_not_cut_the_answer_short(tokenizer):
+    """Some old clients send one; time for the next head begins when the answer is complete."""
+    with running(FakeEngine(tokenizer, seconds_before_answer=1.0)) as url, connected(url) as client:
+        client.sendall(WHOLE)
+        time.sleep(0.1)
+        client.sendall(b"\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+
+
 def test_a_body_that_goes_on_after_its_answer_is_cut_off(url):
     with connected(url) as client:
         client.sendall(HEAD + b"content-length: 99999999999\r\n\r\n")

@@ -286,6 +286,20 @@ def test_the_container_file_passes_hadolint_and_copies_what_there_is():
     assert copied and all((ROOT / name).exists() for name in copied)
 
 
+def test_models_of_the_manifests_can_be_split_over_their_slices():
+    """A slice of several hosts with chips left over is refused at start."""
+    query_heads = {"Qwen2.5-VL-32B-Instruct": 40, "Qwen2.5-VL-72B-Instruct": 64}
+    for path in (DEPLOY / "gke").glob("*.yaml"):
+        text = path.read_text(encoding="utf-8")
+        topology, model = re.search(r"--topology (\S+) --model /models/(\S+)", text).groups()
+        assert query_heads[model] % parse_topology(topology).num_chips == 0, path.name
+
+
+def test_what_is_installed_reads_models_at_gs_addresses():
+    for name in ("Containerfile", "tpu_vm.sh"):
+        assert "[tpu,gcs]" in (DEPLOY / name).read_text(encoding="utf-8")
+
+
 @pytest.fixture
 def gcloud(tmp_path):
     """Runs the script with a gcloud that writes down how it was called."""
@@ -349,7 +363,7 @@ def test_the_script_starts_one_server_on_every_host_with_words_that_it_takes(gcl
     command = next(word for word in ssh if word.startswith("--command="))
     words = shlex.split(command.split("~/jaxmm/bin/jaxmm", 1)[1])
     assert words[:5] == ["serve", "--model", "/data/my model", "--host", "0.0.0.0"]
-    assert words[5:] == ["--max-model-len", "8192"]
+    assert words[5:] == ["--tensor-parallel", "0", "--max-model-len", "8192"]
 
 
 def test_commands_of_the_page_render_and_files_that_it_names_exist():

@@ -156,6 +156,7 @@ def test_paths_and_other_schemes_get_one_and_the_same_message(url):
         ("http:///picture", "no host"),
         ("http://user:secret@example.org/", "credentials"),
         ("http://exa mple.org:x/", "not a URL"),
+        ("http://xn--a/", "not a URL"),
         ("http://name.invalid/x?key=secret", "host name.invalid cannot be resolved"),
     ],
 )
@@ -177,6 +178,7 @@ def test_no_scheme_at_all_means_data_uris_alone():
         ("status/500?key=secret", "host 127.0.0.1 answered 500"),
         ("short", "could not be read"),
         ("brotli", "only gzip is undone"),
+        ("nogzip", "sends gzip that is none"),
         ("hang", "did not answer in 0.3 s"),
         ("trickle", "did not answer in 0.3 s"),
         ("endless", "larger than 4096 bytes"),
@@ -207,6 +209,11 @@ def test_gzip_is_undone_and_the_declared_type_is_not_believed(host):
     base = f"http://127.0.0.1:{host.server_port}"
     assert fetch(f"{base}/gzip", allowed_hosts=allow(host)) == PICTURE
     assert fetch(f"{base}/picture", allowed_hosts=allow(host)) == PICTURE
+
+
+def test_hosts_hear_that_videos_are_taken_too(host):
+    url = f"http://127.0.0.1:{host.server_port}/clip"
+    assert fetch(url, allowed_hosts=allow(host)) == PICTURE
 
 
 def test_a_picture_of_exactly_the_limit_is_taken(host):

@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from serving.example import picture_uri
 from tests.engines import MEDIA
 from tests.serving.conftest import ASK, post
 
+HERE = str(Path(__file__).parents[2])
 NUM_BODIES = 400
 NUM_PICTURES = 300
 PICTURE = {"type": "image_url", "image_url": {"url": picture_uri()}}
@@ -80,9 +82,7 @@ def test_any_body_is_answered_and_never_with_a_server_error(url, engine):
         assert response.status_code in (200, 400, 404), (response.status_code, body)
         if response.status_code != 200:
             assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-            assert not any(
-                leak in response.text for leak in ("Traceback", "/work", "site-packages")
-            )
+            assert not any(leak in response.text for leak in ("Traceback", HERE, "site-packages"))
     client.close()
     assert statuses >= {200, 400}
     assert post(url, {"messages": ASK}).status_code == 200

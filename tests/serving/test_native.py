@@ -177,7 +177,14 @@ def test_an_id_beyond_the_vocabulary_shows_nothing(url):
 
 
 @pytest.mark.parametrize(
-    "body", [{"messages": ASK, "tools": []}, {"text": "a"}, {"messages": ASK, "max_tokens": 7}]
+    "body",
+    [
+        {"messages": ASK, "tools": []},
+        {"text": "a"},
+        {"messages": ASK, "max_tokens": 7},
+        {"messages": ASK, "json_schema": {"type": "object"}},
+        {"messages": None, "text": "a"},
+    ],
 )
 def test_a_plan_is_of_a_request_that_is_not_run(url, engine, body):
     plan = post_to(url, "/v1/plan", body).json()

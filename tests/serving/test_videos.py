@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -15,6 +16,7 @@ from tests.serving.conftest import post, running
 
 PICTURE = {"type": "image_url", "image_url": {"url": "http://host/a.png"}}
 TEXT = {"type": "text", "text": "what is it"}
+HERE = str(Path(__file__).parents[2])
 
 
 def uri(data: bytes, kind: str = "video/mp4") -> str:
@@ -106,7 +108,7 @@ def refused(url: str, *parts: dict, **fields: object) -> str:
     answer = post(url, body(*parts, **fields))
     assert answer.status_code == 400, answer.text
     message = answer.json()["error"]["message"]
-    assert not any(sign in message for sign in ("Traceback", "0x", "/work", "object at"))
+    assert not any(sign in message for sign in ("Traceback", "0x", HERE, "object at"))
     return str(message)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxmm.errors import EngineStopped, PromptTooLong
 from jaxmm.request import Delta, Request, TokenLogprob, Usage
-from serving.errors import ClientGone, DeadlineExceeded
+from serving.errors import Aborted, ClientGone, DeadlineExceeded
 from serving.worker import Pump, while_connected
 
 REQUEST = Request(id="r", messages=[{"role": "user", "content": "a"}])
@@ -102,6 +102,20 @@ def test_closing_aborts_and_waits_for_the_engine():
         return script.aborted
 
     assert asyncio.run(close())
+
+
+def test_an_answer_that_is_aborted_twice_still_says_so():
+    async def abort():
+        pump = Pump(Script(then="wait"), [REQUEST], 5.0)
+        await asyncio.sleep(0.01)
+        first = pump.abort()
+        await asyncio.sleep(0.01)  # has ended, and nobody has read that yet
+        second = pump.abort()
+        with pytest.raises(Aborted):
+            await anext(pump)
+        return first, second
+
+    assert asyncio.run(abort()) == (True, False)
 
 
 def test_work_is_cancelled_when_the_client_goes_away():
