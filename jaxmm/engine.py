@@ -148,12 +148,14 @@ class Engine:
             RequestError, Overloaded, EngineStopped: As the request itself would.
         """
         future = asyncio.wrap_future(self._intake.estimate(request))
-        while not future.done():
-            await asyncio.wait([future], timeout=1.0)
-            if not self.healthy and not future.done():
-                future.cancel()
-                raise self._stopped()
-        return future.result()
+        try:
+            while not future.done():
+                await asyncio.wait([future], timeout=1.0)
+                if not self.healthy and not future.done():
+                    raise self._stopped()
+            return future.result()
+        finally:
+            future.cancel()  # of no effect on one that is done
 
     def stats(self) -> EngineStats:
         """What the engine has done and holds."""

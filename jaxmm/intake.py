@@ -51,6 +51,7 @@ class Intake:
         self._loop = loop
         self._max_waiting = max_waiting
         self._preparing: dict[str, _Entry] = {}
+        self._num_estimates = 0
         self._refusal: EngineStopped | None = None
         self._lock = threading.RLock()
         self._threads = ThreadPoolExecutor(_PREPARE_THREADS, thread_name_prefix="jaxmm-prepare")
@@ -73,7 +74,9 @@ class Intake:
         future: Future[Cost] = Future()
         with self._lock:
             self._check_room()
+            self._num_estimates += 1
             self._threads.submit(self._estimate, request, future)
+        future.add_done_callback(self._estimated)
         return future
 
     @property
@@ -120,7 +123,8 @@ class Intake:
         """Under the lock."""
         if self._refusal is not None:
             raise EngineStopped(str(self._refusal))
-        if len(self._preparing) + self._parts.scheduler.num_waiting >= self._max_waiting:
+        preparing = len(self._preparing) + self._num_estimates
+        if preparing + self._parts.scheduler.num_waiting >= self._max_waiting:
             raise Overloaded(
                 f"{self._max_waiting} requests are waiting, which is the limit "
                 "(max_waiting). Send the request again later."
@@ -135,14 +139,20 @@ class Intake:
         except Exception as error:  # noqa: BLE001  # as in _prepare
             _settle(future, _refusal(error, request))
             return
-        self._loop.post(lambda: self._tell_cost(sequence, future))
+        self._loop.post(lambda: self._tell_cost(request, sequence, future))
 
-    def _tell_cost(self, sequence: Sequence, future: Future[Cost]) -> None:
+    def _tell_cost(self, request: Request, sequence: Sequence, future: Future[Cost]) -> None:
         """On the loop's thread."""
         try:
-            _settle(future, estimate(sequence, self._parts))
-        except JaxmmError as error:
-            _settle(future, error)
+            cost = estimate(sequence, self._parts)
+        except Exception as error:  # noqa: BLE001  # as in _prepare
+            _settle(future, _refusal(error, request))
+            return
+        _settle(future, cost)
+
+    def _estimated(self, _: Future[Cost]) -> None:
+        with self._lock:
+            self._num_estimates -= 1
 
     def _prepare(self, entry: "_Entry") -> None:
         """Turn a request into sequences, and hand them to the loop."""

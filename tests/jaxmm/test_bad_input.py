@@ -377,6 +377,17 @@ def test_full_queue(on: Engine) -> None:
         on.abort(one.id)
 
 
+def test_queue_full_of_estimates(on: Engine) -> None:
+    many = [request(None, token_ids=[1 + i % 100], max_tokens=1) for i in range(1025)]
+    estimates = []
+    with held_up(on), pytest.raises(Overloaded, match="1024 requests are waiting"):
+        for one in many:
+            estimates.append(on._intake.estimate(one))
+    assert len([future.result(60) for future in estimates]) == 1024
+    [result] = ask(on, request(turn("a")))  # there is room again
+    assert result.finish_reason == "length"
+
+
 def test_bad_requests_in_a_batch_cost_the_good_ones_nothing(on: Engine) -> None:
     good = [request(ASK, [png(picture(112, 84, i))]) for i in range(4)]
     alone = [solo(on, one.messages, one.images) for one in good]
