@@ -37,6 +37,11 @@ class Backend:
         """Chips that heads are split over."""
         return 1 if self.mesh is None else self.mesh.shape["model"]
 
+    @property
+    def devices(self) -> list[jax.Device]:
+        """The chips, in the order of the mesh; without one the first."""
+        return jax.local_devices()[:1] if self.mesh is None else list(self.mesh.devices.flat)
+
     def sharding(self, spec: PartitionSpec) -> NamedSharding | None:
         """The sharding of a spec; None without a mesh."""
         return None if self.mesh is None else NamedSharding(self.mesh, spec)

@@ -12,7 +12,7 @@ import os
 import pickle
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,13 @@ _TRACED = ("jaxmm/device", "jaxmm/host/batch.py", "kernels_pallas")
 class Executables:
     """Executables by (step, size). A lookup never compiles."""
 
-    def __init__(self, ledger: CompileLedger, cache_dir: str, fingerprint: str) -> None:
+    def __init__(
+        self,
+        ledger: CompileLedger,
+        cache_dir: str,
+        fingerprint: str,
+        devices: Sequence[jax.Device],
+    ) -> None:
         """Start empty.
 
         Args:
@@ -47,10 +53,12 @@ class Executables:
             cache_dir: Where they are kept between starts; empty for nowhere.
             fingerprint: What beside step, size, source and machine tells them apart: the model's
                 dimensions and the engine's sizes.
+            devices: Those that the steps run on, in the order of their mesh.
         """
         self._ledger = ledger
         self._directory = Path(cache_dir).expanduser() if cache_dir else None
         self._fingerprint = fingerprint
+        self._devices = devices
         self._table: dict[Key, Future[Executable]] = {}
         # one thread: two that load executables take five times as long (LLVM's linker)
         self._restorer = ThreadPoolExecutor(1, thread_name_prefix="jaxmm-restore")
@@ -107,7 +115,7 @@ class Executables:
 
     def _restore(self, key: Key, blob: bytes, lower: Lower) -> Executable:
         start = time.perf_counter()
-        executable = _load(blob)
+        executable = _load(blob, self._devices)
         if executable is None:
             return self._compile(key, lower)
         self._note(key, start, restored=True)
@@ -161,10 +169,16 @@ def _read_entry(path: Path) -> bytes | None:
     return blob
 
 
-def _load(blob: bytes) -> Executable | None:
+def _load(blob: bytes, devices: Sequence[jax.Device]) -> Executable | None:
     """Turn an entry into an executable; None when this machine or version cannot."""
     try:
-        executable: Executable = serialize_executable.deserialize_and_load(*pickle.loads(blob))
+        serialized, in_tree, out_tree = pickle.loads(blob)
+        executable: Executable = serialize_executable.deserialize_and_load(
+            serialized,
+            in_tree,
+            out_tree,
+            execution_devices=devices,  # else all there are, also where it runs on one
+        )
     except (pickle.UnpicklingError, EOFError, ValueError, jax.errors.JaxRuntimeError) as e:
         logger.warning("compile cache entry unusable error=%s", e)
         return None

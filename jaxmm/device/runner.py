@@ -66,7 +66,7 @@ class Runner:
         self._state = jax.tree.map(_zeros, self._lowering.state)  # `init_state` is all zeros
         self._no_masks = _zeros(self._lowering.masks)
         fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}|{backend}|{twin}"
-        self._executables = Executables(ledger, compile_cache_dir, fingerprint)
+        self._executables = Executables(ledger, compile_cache_dir, fingerprint, backend.devices)
 
     def layout(self, num_tokens: int) -> StepLayout:
         """Layout of the smallest bucket with `num_tokens`."""

@@ -45,14 +45,11 @@ def sharded_answers(family: Family, *tensor_parallel: int) -> list[list]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_greedy_and_drawn_answers_equal_the_unsharded_ones(family: Family) -> None:
-    whole, *split = sharded_answers(family, 1, 2, 4)
-    assert whole[3][2] > 0  # the repeated request was served from the prefix cache
-    for answers in split:
-        for (ids, values, cached), (wanted, wanted_values, wanted_cached) in zip(
-            answers, whole, strict=True
-        ):
+    whole, *split = sharded_answers(family, 1, 2, 4, 2, 1)  # the last two from the compile cache
+    for answers in [whole, *split]:
+        assert answers[3][2] > 0  # the repeated request was served from the prefix cache
+        for (ids, values, _), (wanted, wanted_values, _) in zip(answers, whole, strict=True):
             assert ids == wanted
-            assert cached == wanted_cached
             np.testing.assert_allclose(values, wanted_values, atol=LOGPROB_ATOL)
 
 

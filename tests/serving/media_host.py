@@ -93,6 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 class _Host(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 64  # of the five that are the default, a busy machine refuses the sixth
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)

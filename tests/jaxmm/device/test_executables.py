@@ -26,7 +26,7 @@ def lower(factor: float) -> jax.stages.Lowered:
 def warmed(
     directory: str, ledger: CompileLedger, fingerprint: str = "model", factor: float = 2.0
 ) -> Executables:
-    made = Executables(ledger, directory, fingerprint)
+    made = Executables(ledger, directory, fingerprint, jax.devices()[:1])
     made.warm_up({("language", 4): lambda: lower(factor)}, progress=False)
     made.settle()
     return made
@@ -68,7 +68,7 @@ def test_after_a_failed_compile_no_other_one_begins(ledger: CompileLedger) -> No
         return lower(2.0)
 
     lowers = {("language", size): partial(compile_next, size) for size in range(1, 101)}
-    made = Executables(ledger, "", "model")
+    made = Executables(ledger, "", "model", jax.devices()[:1])
     with pytest.raises(ModelError):
         made.warm_up(lowers, progress=False)
     assert len(begun) < 20
