@@ -24,11 +24,6 @@ PositionsFn = Callable[[int, Sequence[Item]], tuple[npt.NDArray[np.int32], int]]
 _NOTHING: Ids = np.zeros(0, np.int64)
 
 
-def find_slots(ids: npt.NDArray[np.integer], placeholder_id: int) -> Ids:
-    """int64[I]: where one placeholder stands for each item."""
-    return np.flatnonzero(np.asarray(ids) == placeholder_id)
-
-
 def check_slots(ids: npt.NDArray[np.integer], slots: npt.ArrayLike, *placeholder_ids: int) -> None:
     """Refuse ids whose placeholders, of any of the kinds, are not exactly the slots.
 

@@ -15,7 +15,6 @@ from jaxmm.host.placeholders import (
     build_prompt,
     check_slots,
     expand_slots,
-    find_slots,
     find_spans,
     pad_expanded,
     prompt_of_spans,
@@ -57,7 +56,7 @@ def test_expansion_equals_token_by_token_rewriting(parts: list) -> None:
             spans.append((Span(len(expected), len(expected) + part[0]),))
         expected += [PAD] * part[0] if isinstance(part, tuple) else [part]
     before = ids.copy()
-    expanded, offsets = expand_slots(ids, find_slots(ids, PAD), rows)
+    expanded, offsets = expand_slots(ids, np.flatnonzero(np.asarray(ids) == PAD), rows)
     assert expanded.dtype == np.int64
     assert expanded.tolist() == expected
     assert list(offsets) == spans
@@ -68,7 +67,7 @@ def test_expansion_equals_token_by_token_rewriting(parts: list) -> None:
 def test_prompt_names_every_row_once_and_in_order(parts: list) -> None:
     ids = np.array([PAD if isinstance(p, tuple) else p for p in parts], np.int64)
     items = [item(2, 2 * p[0], bytes([i])) for i, p in enumerate(parts) if isinstance(p, tuple)]
-    prompt = build_prompt(ids, find_slots(ids, PAD), items, positions)
+    prompt = build_prompt(ids, np.flatnonzero(np.asarray(ids) == PAD), items, positions)
     is_item = prompt.item_index >= 0
     assert np.array_equal(is_item, prompt.ids == PAD)
     assert np.array_equal(is_item, prompt.row_index >= 0)
