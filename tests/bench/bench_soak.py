@@ -3,8 +3,8 @@
     python -m tests.bench.bench_soak [--requests 10000] [--clients 256]
 
 Prints hardware, commit, outcomes, requests a second, times of answers and the server's memory
-every tenth of the way. Ends with status 1 when an answer is wrong, something is not given back, or the memory of the
-second half grows by more than 5%. The workload is that of `tests/serving/soak.py`.
+every tenth of the way. Ends with status 1 when an answer is wrong, something is not given back, or
+the memory of the second half grows by more than 5%. The workload is `tests/serving/soak.py`.
 """
 
 import argparse
