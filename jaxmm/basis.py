@@ -1,4 +1,5 @@
 """What is settled before anything is loaded: the files of a model, processors, sizes. Host only."""
+
 import dataclasses
 import logging
 from dataclasses import dataclass
