@@ -18,7 +18,7 @@ CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 640,
-    "rope_theta": 100.0,
+    "rope_theta": 500.0,
     "mrope_section": [4, 6, 22],
     "rms_norm_eps": 1e-6,
     "vision": {

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import draw
 import numpy as np
 from draw import Scene
-from questions import SKILLS, Talk, clip_talks, one_talks, two_talks
+from questions import SKILLS, Talk, clip_talks, one_talks, two_talks, where_talks
 from scenes import Layout, clip_scenes, drawn_size, make_scene, pick_layout
 
 
@@ -46,6 +46,9 @@ def make_sample(
         talks = one_talks(rng, scenes[0]) if len(scenes) == 1 else two_talks(rng, scenes)
         if talks:
             break
+    if mixed and len(scenes) == 1:
+        for _ in range(2):
+            talks += where_talks(rng, scenes[0])
     images = [draw.render(s, random.Random(seed + i)) for i, s in enumerate(scenes)]
     pixels = [
         np.asarray(draw.to_size(i, *size)) for i, size in zip(images, layout.sizes, strict=True)

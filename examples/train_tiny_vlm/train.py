@@ -41,6 +41,7 @@ RECIPE = {
     "decay_from": 10000,
     "rate": 1.0,
     "muon_rate": 0.02,
+    "muon_decay": 0.1,
     "adam_rate": 0.002,
     "tokens": 4000,
     "parts": 2,
@@ -56,6 +57,7 @@ RECIPE = {
     "extra": 0.3,
     "aux": 1.5,
     "facts": 2.0,
+    "placed": 120.0,
     "pages": 20,
     "average": 0.99,
 }
@@ -99,13 +101,13 @@ class Told(torch.nn.Module):
         self.head = torch.nn.Linear(width, sum(n for _, n, _ in classes) + numbers)
         torch.nn.init.normal_(self.head.weight, std=0.02)
 
-    def forward(self, states, targets):
+    def forward(self, states, targets, placed_weight: float):
         """Loss, and by classifier the share of right answers; a target of 0 is not asked."""
         logits = self.head(F.rms_norm(states, states.shape[-1:])).float()
         *parts, placed = logits.split([*(n for _, n, _ in self.classes), self.numbers], dim=-1)
         total, right = sum(w for _, _, w in self.classes), {}
         where = targets[:, len(self.classes) :]
-        loss = PLACED_WEIGHT * ((placed - (where - 1) / 1000) ** 2 * (where > 0)).sum()
+        loss = placed_weight * ((placed - (where - 1) / 1000) ** 2 * (where > 0)).sum()
         loss = loss / (where > 0).sum().clamp(min=1) / total
         for (name, _, share), part, target in zip(self.classes, parts, targets.T, strict=False):
             some = target > 0
@@ -128,7 +130,7 @@ class Helpers(torch.nn.Module):
         self.rows = Told(width, ROW_FACTS)
         self.names = Told(width, NAME_FACTS, NUMBERS)
 
-    def told(self, hidden, batch):
+    def told(self, hidden, batch, placed_weight: float):
         """Loss and shares of right answers of both kinds of facts."""
         loss, right = 0.0, {}
         for told, layer, at, targets in (
@@ -137,7 +139,8 @@ class Helpers(torch.nn.Module):
         ):
             if len(at):
                 states = hidden[layer].reshape(-1, hidden[layer].shape[-1])
-                part, shares = told(states[torch.from_numpy(at)], torch.from_numpy(targets))
+                targets = torch.from_numpy(targets)
+                part, shares = told(states[torch.from_numpy(at)], targets, placed_weight)
                 loss, right = loss + part, right | shares
         return loss, right
 
@@ -168,7 +171,7 @@ def forward_loss(net, helpers, batch, recipe, seeing: bool):
     # half by token, half by answer, so that one-token answers (counts, sides) count as much as long ones
     sizes = torch.bincount(answer, minlength=len(batch.skills)).float()
     loss = 0.5 * each.mean() + 0.5 * (each / sizes[answer]).sum() / len(batch.skills)
-    told, right = helpers.told(hidden, batch)
+    told, right = helpers.told(hidden, batch, recipe["placed"])
     loss = loss + recipe["facts"] * told
     if seeing:
         extra, seen = helpers.seen(rows, t(batch.aux))
@@ -202,13 +205,17 @@ class Muon:
         self.stacks = sorted(stacks.items())
         self.momentum = [torch.zeros(len(v), *k) for k, v in self.stacks]
         self.ids = {id(p) for p, _, _ in parts}
+        self.decayed = {id(p) for name, p in net.named_parameters() if name.startswith("layers.")}
 
-    def step(self, rate: float, beta: float = 0.95) -> None:
+    def step(self, rate: float, decay: float, beta: float = 0.95) -> None:
+        """`decay` holds the norms of the language side's matrices, and so the share that a step moves of them."""
         for ((rows, cols), parts), m in zip(self.stacks, self.momentum, strict=True):
             g = torch.stack([p.grad[a:b] for p, a, b in parts])
             m.lerp_(g, 1 - beta)
             u = orthogonal(g.lerp_(m, beta))
             for (p, a, b), d in zip(parts, u, strict=True):
+                if id(p) in self.decayed:
+                    p.data[a:b].mul_(1 - rate * decay)
                 p.data[a:b].add_(d, alpha=-rate * max(1.0, rows / cols) ** 0.5)
 
 
@@ -310,7 +317,7 @@ def run(rank: int, args, recipe: dict, net, aux, shared, errors) -> None:
             (loss / recipe["parts"]).backward()
         torch.nn.utils.clip_grad_norm_([p for p in others if p.grad is not None], 1.0)
         rate = rate_at(step, recipe)
-        muon.step(rate * recipe["muon_rate"])
+        muon.step(rate * recipe["muon_rate"], recipe["muon_decay"])
         for group in adam.param_groups:
             group["lr"] = rate * recipe["adam_rate"]
         adam.step()
