@@ -214,9 +214,11 @@ class Muon:
             m.lerp_(g, 1 - beta)
             u = orthogonal(g.lerp_(m, beta))
             for (p, a, b), d in zip(parts, u, strict=True):
+                own = p.data[a:b]
+                size = (own.norm() / min(rows, cols) ** 0.5).clamp(0.05, 1.0)  # of singular values
                 if id(p) in self.decayed:
-                    p.data[a:b].mul_(1 - rate * decay)
-                p.data[a:b].add_(d, alpha=-rate * max(1.0, rows / cols) ** 0.5)
+                    own.mul_(1 - rate * decay)
+                own.add_(d * size, alpha=-rate * max(1.0, rows / cols) ** 0.5)
 
 
 def orthogonal(g):
