@@ -55,7 +55,7 @@ class Native:
         return dataclasses.asdict(await self._engine.cost(request))
 
     async def flush_cache(self, http: Request) -> dict[str, Any]:
-        """Forget all prefixes, encoded images and known files that no running request uses.
+        """Forget all prefixes, encoded items and known files that no running request uses.
 
         Raises:
             Forbidden: It would cost other tenants their cache entries.
