@@ -30,7 +30,6 @@ from jaxmm.host.embedded import RowForm
 from jaxmm.host.grammar import Grammars
 from jaxmm.host.identity import check_vocabulary
 from jaxmm.host.item import Item
-from jaxmm.host.lanes import packed_patches
 from jaxmm.host.media import Limits
 from jaxmm.host.media_map import MediaMap
 from jaxmm.host.page_pool import PagePool
@@ -41,6 +40,7 @@ from jaxmm.models import family_module, has_module, read_config
 from jaxmm.models.auto_processor import AutoImageProcessor
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.converted import is_converted, restore_params
+from jaxmm.models.lane_forms import lane_patches, tile_form
 from jaxmm.models.loading import place_params
 from jaxmm.models.remote import fetch_small_files, is_remote
 from jaxmm.models.twin import text_is_bfloat16
@@ -111,7 +111,7 @@ class Parts:
 
     def packed_patches(self, item: Item) -> int:
         """Patches that an item takes in an encode lane."""
-        return packed_patches(item.grid_thw, self.model.vision.window_patches)
+        return lane_patches(item.grid_thw, self.model.vision)
 
     def check_ids(self, token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         """Prompt ids given by a caller, int64[T0].
@@ -290,7 +290,7 @@ def build_parts(config: EngineConfig) -> Parts:
             decodes,
             config.media,
             model.image_token_id,
-            RowForm(model.text.row_width, model.vision.merge_size),
+            RowForm(model.text.row_width, model.vision.merge_size, tile_form(model.vision)),
             video=video,
             video_id=model.video_token_id,
             encode_plain=tokenizer.encode_plain,
@@ -328,7 +328,7 @@ def _wants_twin(config: EngineConfig, basis: Basis) -> bool:
 
 def _load_tokenizer(model: ModelConfig, directory: Path) -> tuple[ChatTokenizer, Grammars]:
     """Both with their tables made now, not in the first request."""
-    tokenizer = ChatTokenizer.from_checkpoint(directory)
+    tokenizer = _chat_tokenizer(model.family, directory)
     if tokenizer.vocab_size > model.text.vocab_size:
         raise ModelError(
             f"the tokenizer has {tokenizer.vocab_size} ids and the embedding "
@@ -340,6 +340,14 @@ def _load_tokenizer(model: ModelConfig, directory: Path) -> tuple[ChatTokenizer,
     return tokenizer, grammars
 
 
+def _chat_tokenizer(family: str, directory: Path) -> ChatTokenizer:
+    """The family's own, or what its files say for themselves."""
+    if not has_module(family, "chat"):
+        return ChatTokenizer.from_checkpoint(directory)
+    tokenizer: ChatTokenizer = family_module(family, "chat").load_tokenizer(directory)
+    return tokenizer
+
+
 def describe_buckets(config: EngineConfig) -> str:
     """Ladders, executables and expected padding of an engine, without building it."""
     directory = model_directory(config)
@@ -347,7 +355,7 @@ def describe_buckets(config: EngineConfig) -> str:
     processor = _processor(config, model, directory)
 
     def packed(width: int, height: int) -> int:
-        return packed_patches(processor.grid(height, width), model.vision.window_patches)
+        return lane_patches(processor.grid(height, width), model.vision)
 
     backend = settle_backend(config.kernels, config.tensor_parallel, model, _dtype(config))
     spread = spread_kv_heads(model, backend.num_shards)
