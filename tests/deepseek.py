@@ -41,9 +41,7 @@ def arrays(variant: Variant) -> dict[str, np.ndarray]:
 def conversation(case: dict[str, Any]) -> list[dict[str, Any]]:
     """Messages as jaxmm takes them, the open turn of the assistant left out."""
     turns = [m for m in case["messages"] if m["content"] or m["role"] != "<|Assistant|>"]
-    return [
-        {"role": _ROLES[turn["role"]], "content": parts_of(turn["content"])} for turn in turns
-    ]
+    return [{"role": _ROLES[turn["role"]], "content": parts_of(turn["content"])} for turn in turns]
 
 
 def parts_of(content: str) -> list[dict[str, str]]:

@@ -188,7 +188,7 @@ class ChatTokenizer:
     def _encode_template(
         self, turns: Sequence[Turn], tools: Sequence[Tool]
     ) -> tuple[list[int], list[int]]:
-        """Ids of a conversation by the Jinja template, and where among them the placeholders are."""
+        """Ids of a conversation by the Jinja template, and where its placeholders are."""
         assert self._template is not None, "there is a template"
         texts = [text for turn in turns for text in turn.texts]
         mark = unused_character([self._template, tools_text(tools), *texts])

@@ -55,7 +55,7 @@ class Item:
     time: int | None = None
     """M-RoPE time from the video's first step on; None: it is numbered as a picture is."""
     overview_patches: int = 0
-    """Patches of a view of the whole picture, beside those of its tiles, which `grid_thw` counts."""
+    """Patches of a view of the whole, beside those of the tiles, which `grid_thw` counts."""
 
     @property
     def continues(self) -> bool:

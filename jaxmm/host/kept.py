@@ -8,7 +8,6 @@ from jaxmm.errors import MediaError
 from jaxmm.host.decodes import Found
 from jaxmm.host.media_map import Known, KnownClip
 
-
 Pixels = tuple[int, int]
 """Lower and upper limit."""
 

@@ -1,4 +1,4 @@
-"""Pictures cut into square tiles, beside a view of the whole: their rows, and their lane. Host only.
+"""Pictures cut into square tiles beside a view of the whole: rows and lane. Host only.
 
 As in DeepSeek-VL2 (arXiv:2412.10302, section 3.1). Each tile and the overview become g x g rows;
 those of the tiles are laid out as the tiles are, and each line of rows ends with a row that marks

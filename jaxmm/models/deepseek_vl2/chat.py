@@ -1,6 +1,6 @@
-"""Conversations of DeepSeek-VL2: the published files hold no template. Host only.
+r"""Conversations of DeepSeek-VL2: the published files hold no template. Host only.
 
-    <bos>system\\n\\n<|User|>: question\\n\\n<|Assistant|>:answer<eos><|User|>: …\\n\\n<|Assistant|>:
+    <bos>system\n\n<|User|>: question\n\n<|Assistant|>:answer<eos><|User|>: …
 
 Pictures stand where their parts do. Each text between two of these marks is encoded on its own,
 as in the models' own processor, so an answer is not joined to the colon before it.
@@ -33,9 +33,7 @@ def load_tokenizer(directory: Path) -> ChatTokenizer:
     eos = integer(language, "eos_token_id", 100001, least=0)
     backend = open_tokenizer(directory)
     begin = backend.id_to_token(bos)
-    backend.post_processor = TemplateProcessing(
-        single=f"{begin} $A", special_tokens=[(begin, bos)]
-    )
+    backend.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, bos)])
     form = ChatForm(bos, eos, backend.token_to_id(USER), backend.token_to_id(ASSISTANT))
     return ChatTokenizer(
         _Backed(backend),

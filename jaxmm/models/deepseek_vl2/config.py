@@ -52,7 +52,7 @@ def read_config(directory: Path) -> ModelConfig:
     require(raw, "tile_tag", ("2D",))
     require(raw, "global_view_pos", ("head", "tail"))
     language = raw.get("language_config") or {}
-    text = _read_text(directory, language)
+    text = _read_text(directory, raw, language)
     vision = _read_vision(raw, text.width)
     return ModelConfig(
         family=str(raw["model_type"]),
@@ -76,9 +76,7 @@ def _read_vision(raw: Raw, text_width: int) -> VisionConfig:
     require(projector, "depth", (2,))
     width, num_heads = integer(vision, "width", 1152), integer(vision, "heads", 16)
     if width % num_heads:
-        raise ModelError(
-            f"config.json: vision width {width} is no multiple of {num_heads} heads"
-        )
+        raise ModelError(f"config.json: vision width {width} is no multiple of {num_heads} heads")
     for key, value, wanted in (
         ("input_dim", integer(projector, "input_dim", width), width),
         ("n_embed", integer(projector, "n_embed", text_width), text_width),
@@ -106,7 +104,7 @@ def _read_vision(raw: Raw, text_width: int) -> VisionConfig:
     )
 
 
-def _read_text(directory: Path, text: Raw) -> TextConfig:
+def _read_text(directory: Path, raw: Raw, text: Raw) -> TextConfig:
     """A DeepSeek-V2 decoder; its class has these defaults."""
     require(text, "hidden_act", ("silu",))
     require(text, "attention_bias", (False,))
@@ -134,7 +132,7 @@ def _read_text(directory: Path, text: Raw) -> TextConfig:
         rms_eps=number(text, "rms_norm_eps", 1e-6),
         rope_theta=number(text, "rope_theta", 10000.0),
         mrope_section=(turned // 2, 0, 0),  # text and pictures are numbered alike, by time alone
-        tied=_is_tied(directory, text),
+        tied=_is_tied(directory, raw, text),
         latent=latent,
         **_read_experts(text, num_layers),
     )
@@ -178,12 +176,12 @@ def _read_experts(text: Raw, num_layers: int) -> dict[str, Any]:
     }
 
 
-def _is_tied(directory: Path, text: Raw) -> bool:
+def _is_tied(directory: Path, raw: Raw, text: Raw) -> bool:
     """Whether the head is the embedding; the files decide."""
     names = tensor_files(directory)
     if names:
         return "language.lm_head.weight" not in names
-    return bool(text.get("tie_word_embeddings", False))
+    return bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
 
 
 def _eos_token_ids(directory: Path, text: Raw) -> tuple[int, ...]:
