@@ -180,7 +180,7 @@ def _rests(model: ModelConfig, num_chips: int) -> Iterator[str]:
     for value, name in (
         (text.num_heads, "query heads"),
         (text.mlp_width, "MLP channels"),
-        (text.expert_width, "channels of an expert"),  # 0 without experts
+        (text.num_experts, "experts"),  # 0 without
         (text.vocab_size, "vocabulary entries"),
     ):
         if value % num_chips:

@@ -29,7 +29,7 @@ from jaxmm.errors import ModelError
 from jaxmm.models import family_module, read_config
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.json_files import read_json
-from jaxmm.models.loading import insert, open_params
+from jaxmm.models.loading import insert, open_params, parameter_dtype
 from jaxmm.models.stored import Block, Parameter, ParameterPath, Stored
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmm.errors import RequestError
+from jaxmm.errors import ModelError, RequestError
 from jaxmm.host.chat import ChatTokenizer, Piece
 from jaxmm.host.item import Modality
 from jaxmm.host.messages import Turn
@@ -32,9 +32,11 @@ def load_tokenizer(directory: Path) -> ChatTokenizer:
     bos = integer(language, "bos_token_id", 100000, least=0)
     eos = integer(language, "eos_token_id", 100001, least=0)
     backend = open_tokenizer(directory)
-    begin = backend.id_to_token(bos)
+    begin, user, assistant = backend.id_to_token(bos), *map(backend.token_to_id, (USER, ASSISTANT))
+    if begin is None or user is None or assistant is None:
+        raise ModelError(f"config.json: bos_token_id={bos} is no token of tokenizer.json")
     backend.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, bos)])
-    form = ChatForm(bos, eos, backend.token_to_id(USER), backend.token_to_id(ASSISTANT))
+    form = ChatForm(bos, eos, user, assistant)
     return ChatTokenizer(
         _Backed(backend),
         template=form,

@@ -106,8 +106,8 @@ def _experts(config: TextConfig, at: ParameterPath, source: str) -> list[Paramet
     bias = Tensor(f"{source}.gate.e_score_correction_bias", (num,))
     shared = f"{source}.shared_experts"
     return [
-        Parameter((*at, "router_ZD"), (Tensor(f"{source}.gate.weight", (num, width)),), wide=True),
-        *([Parameter((*at, "bias_Z"), (bias,), wide=True)] if config.expert_bias else []),
+        Parameter((*at, "router_XD"), (Tensor(f"{source}.gate.weight", (num, width)),), wide=True),
+        *([Parameter((*at, "bias_X"), (bias,), wide=True)] if config.expert_bias else []),
         Parameter((*at, "gate_up_ZDO"), gate_up, abreast=2),
         Parameter((*at, "down_ZFD"), down, abreast=1),
         *(_mlp(width, config.shared_width, (*at, "shared"), shared) if config.shared_width else []),

@@ -7,6 +7,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
+from jaxmm.device.backend import Backend
 from jaxmm.device.experts import Routing, expert_mlp, route_scores
 from jaxmm.device.image_rows import ImageRows
 from jaxmm.device.kv import KVPages, PagedAttention
@@ -48,7 +49,8 @@ class TextLayer(nnx.Module):
             attended_TD, pages = self.attention(x_TD, rope, pages, attention)
             hidden_TD += attended_TD
         with jax.named_scope("mlp"):
-            hidden_TD += self.mlp(rms_norm(hidden_TD, self.mlp_norm_D[...], self.rms_eps))
+            x_TD = rms_norm(hidden_TD, self.mlp_norm_D[...], self.rms_eps)
+            hidden_TD += self.mlp(x_TD, attention.backend)
         return hidden_TD, pages
 
 
@@ -131,7 +133,7 @@ class Mlp(nnx.Module):
         self.gate_up_2FD = nnx.Param(jnp.zeros((2, inner, width), dtype))
         self.down_DF = nnx.Param(jnp.zeros((width, inner), dtype))
 
-    def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def __call__(self, x_TD: Float[Array, "T D"], _: Backend) -> Float[Array, "T D"]:
         return gated_mlp(x_TD, self.gate_up_2FD[...], self.down_DF[...])
 
 
@@ -140,27 +142,28 @@ class Experts(nnx.Module):
 
     def __init__(self, config: TextConfig, dtype: DTypeLike) -> None:
         z, d, f = config.num_experts, config.width, config.expert_width
-        self.router_ZD = nnx.Param(jnp.zeros((z, d), jnp.float32))
-        self.bias_Z = nnx.Param(jnp.zeros((z,), jnp.float32)) if config.expert_bias else None
+        # X, all experts, is whole on every chip; of Z each chip has a part
+        self.router_XD = nnx.Param(jnp.zeros((z, d), jnp.float32))
+        self.bias_X = nnx.Param(jnp.zeros((z,), jnp.float32)) if config.expert_bias else None
         self.gate_up_ZDO = nnx.Param(jnp.zeros((z, d, 2 * f), dtype))
         self.down_ZFD = nnx.Param(jnp.zeros((z, f, d), dtype))
         self.shared = Mlp(d, config.shared_width, dtype) if config.shared_width else None
         self.config = config
 
-    def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        gate_up_ZDO, down_ZFD = self.gate_up_ZDO[...], self.down_ZFD[...]
-        y_TD = expert_mlp(x_TD, gate_up_ZDO, down_ZFD, self._route(x_TD))
-        return y_TD if self.shared is None else y_TD + self.shared(x_TD)
+    def __call__(self, x_TD: Float[Array, "T D"], backend: Backend) -> Float[Array, "T D"]:
+        routing = self._route(x_TD)
+        y_TD = expert_mlp(x_TD, self.gate_up_ZDO[...], self.down_ZFD[...], routing, backend)
+        return y_TD if self.shared is None else y_TD + self.shared(x_TD, backend)
 
     def _route(self, x_TD: Float[Array, "T D"]) -> Routing:
         """Choose experts; scores are float32 from the first product on."""
         config = self.config
-        logits_TZ = linear(x_TD.astype(jnp.float32), self.router_ZD[...])
+        logits_TX = linear(x_TD.astype(jnp.float32), self.router_XD[...])
         sigmoid = config.expert_scores == "sigmoid"
-        scores_TZ = jax.nn.sigmoid(logits_TZ) if sigmoid else jax.nn.softmax(logits_TZ, axis=-1)
+        scores_TX = jax.nn.sigmoid(logits_TX) if sigmoid else jax.nn.softmax(logits_TX, axis=-1)
         return route_scores(
-            scores_TZ,
-            None if self.bias_Z is None else self.bias_Z[...],
+            scores_TX,
+            None if self.bias_X is None else self.bias_X[...],
             config.experts_per_token,
             shares=config.expert_shares,
             scale=config.expert_scale,
