@@ -29,6 +29,14 @@ class KeptPicture:
         self._pixels: Pixels | None = None  # within which it was processed to `found`
         self._known: dict[Pixels, Known | KnownClip] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what is kept."""
+        if (found := self.found) is None:
+            return 0
+        arrays = (found.features, found.embeddings)
+        return sum(array.nbytes for array in arrays if array is not None)
+
     def kept(self, pixels: Pixels) -> Found | None:
         """What it is within these limits, if that is kept."""
         return self.found if self._pixels == pixels else None
@@ -54,6 +62,11 @@ class Keep:
     """Time from the end of a turn after which everything is given back."""
     pictures: list[KeptPicture] = field(default_factory=list)
     closed: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the processed pictures, those of other conversations that share it counted."""
+        return sum(picture.num_bytes for picture in self.pictures)
 
     def release(self) -> None:
         """Give the processed pictures back; a later turn processes them again."""

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 from jaxmm.config import EngineConfig, load_config
 from jaxmm.device.backend import (
     Backend,
-    _rests,
     check_sizes,
     model_obstacles,
+    rests,
     settle_backend,
 )
 from jaxmm.device.sharding import param_spec, spec_of
@@ -103,5 +103,5 @@ def test_experts_are_split_whole() -> None:
     model = read_config(checkpoint("qwen3_vl_moe"))
     text = dataclasses.replace(model.text, num_experts=model.text.num_experts + 1)
     odd = dataclasses.replace(model, text=text)
-    assert not list(_rests(model, 2))
-    assert list(_rests(odd, 2)) == [f"{text.num_experts} experts"]
+    assert not list(rests(model, 2))
+    assert list(rests(odd, 2)) == [f"{text.num_experts} experts"]

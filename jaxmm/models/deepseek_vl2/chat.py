@@ -41,7 +41,6 @@ def load_tokenizer(directory: Path) -> ChatTokenizer:
         _Backed(backend),
         template=form,
         placeholders={Modality.IMAGE: IMAGE},
-        eos_ids=(eos,),
     )
 
 
