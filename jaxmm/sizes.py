@@ -154,11 +154,11 @@ def weight_count(model: ModelConfig, num_chips: int = 1) -> int:
     merged = v.width * v.merged_patches
     vocab = t.vocab_size * t.width * (1 if t.tied else 2)
     mergers = (1 + t.deepstack_levels) * merged * (merged + v.out_width)
-    text = t.num_layers * _attention_count(t) + mlps + vocab
+    text = t.num_layers * attention_count(t) + mlps + vocab
     return text // num_chips + v.depth * block + mergers
 
 
-def _attention_count(text: TextConfig) -> int:
+def attention_count(text: TextConfig) -> int:
     """Parameters of one layer's attention."""
     if text.latent is None:
         heads = text.num_heads + text.num_kv_heads

@@ -62,7 +62,7 @@ class ImageProcessor:
     def from_checkpoint(
         cls, directory: str | Path, *, min_pixels: int = 0, max_pixels: int = 0
     ) -> "ImageProcessor":
-        """Read processor_config.json, and the size of a tile from config.json.
+        """Read config.json and, where there is one, processor_config.json.
 
         Args:
             directory: A checkpoint.
@@ -70,11 +70,12 @@ class ImageProcessor:
             max_pixels: Upper limit of the tiles together; 0: the checkpoint's largest.
 
         Raises:
-            ModelError: No such file, or candidates that are no whole tiles.
+            ModelError: No config.json, or candidates that are no whole tiles.
             ConfigError: Pixel limits that contradict each other.
         """
         raw = read_json(Path(directory) / "config.json")
-        table = read_json(Path(directory) / "processor_config.json")
+        path = Path(directory) / "processor_config.json"
+        table = read_json(path) if path.exists() else {}
         side = int((raw.get("vision_config") or {}).get("image_size", 384))
         listed = table.get("candidate_resolutions") or raw.get("candidate_resolutions") or ()
         candidates = tuple((int(width), int(height)) for width, height in listed)
