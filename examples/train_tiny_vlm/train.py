@@ -42,6 +42,7 @@ RECIPE = {
     "rate": 1.0,
     "muon_rate": 0.02,
     "muon_decay": 0.1,
+    "see_rate": 1.0,
     "adam_rate": 0.002,
     "tokens": 4000,
     "parts": 2,
@@ -207,7 +208,7 @@ class Muon:
         self.ids = {id(p) for p, _, _ in parts}
         self.decayed = {id(p) for name, p in net.named_parameters() if name.startswith("layers.")}
 
-    def step(self, rate: float, decay: float, beta: float = 0.95) -> None:
+    def step(self, rate: float, see_rate: float, decay: float, beta: float = 0.95) -> None:
         """`decay` holds the norms of the language side's matrices, and so the share that a step moves of them."""
         for ((rows, cols), parts), m in zip(self.stacks, self.momentum, strict=True):
             g = torch.stack([p.grad[a:b] for p, a, b in parts])
@@ -218,6 +219,8 @@ class Muon:
                 size = (own.norm() / min(rows, cols) ** 0.5).clamp(0.05, 1.0)  # of singular values
                 if id(p) in self.decayed:
                     own.mul_(1 - rate * decay)
+                else:
+                    size *= see_rate
                 own.add_(d * size, alpha=-rate * max(1.0, rows / cols) ** 0.5)
 
 
@@ -261,7 +264,11 @@ def run(rank: int, args, recipe: dict, net, aux, shared, errors) -> None:
     for p in net.parameters():
         p.requires_grad_(any(p is q for q in everything))
     others = [p for p in everything if id(p) not in muon.ids]
-    adam = torch.optim.Adam(others, lr=1e-3, betas=(0.9, 0.98), eps=1e-10)
+    sees = {id(p) for name, p in net.named_parameters() if name.startswith("visual.")}
+    groups = [{"params": [p for p in others if (id(p) in sees) == seen]} for seen in (False, True)]
+    adam = torch.optim.Adam(
+        [g for g in groups if g["params"]], lr=1e-3, betas=(0.9, 0.98), eps=1e-10
+    )
     average, spent = {k: v.clone() for k, v in net.state_dict().items()}, 0.0
     if (state / "state.pt").exists():
         saved = torch.load(state / "state.pt", weights_only=False)
@@ -319,9 +326,10 @@ def run(rank: int, args, recipe: dict, net, aux, shared, errors) -> None:
             (loss / recipe["parts"]).backward()
         torch.nn.utils.clip_grad_norm_([p for p in others if p.grad is not None], 1.0)
         rate = rate_at(step, recipe)
-        muon.step(rate * recipe["muon_rate"], recipe["muon_decay"])
+        muon.step(rate * recipe["muon_rate"], recipe["see_rate"], recipe["muon_decay"])
         for group in adam.param_groups:
-            group["lr"] = rate * recipe["adam_rate"]
+            sees_ = id(group["params"][0]) in sees
+            group["lr"] = rate * recipe["adam_rate"] * (recipe["see_rate"] if sees_ else 1.0)
         adam.step()
         if rank:
             continue
