@@ -36,6 +36,7 @@ from jaxmm.host.media_map import MediaMap
 from jaxmm.host.page_pool import PagePool
 from jaxmm.host.prefix_cache import PrefixCache
 from jaxmm.host.prepare import Preparer
+from jaxmm.host.pruning import KnownPrunings
 from jaxmm.host.scheduler import Scheduler
 from jaxmm.models import family_module, has_module, read_config
 from jaxmm.models.auto_processor import AutoImageProcessor
@@ -96,6 +97,7 @@ class Parts:
     media_map: MediaMap
     decodes: Decodes
     preparer: Preparer
+    known_prunings: KnownPrunings
     pool: PagePool
     prefix_cache: PrefixCache
     arena: Arena
@@ -295,6 +297,7 @@ def build_parts(config: EngineConfig) -> Parts:
             video_id=model.video_token_id,
             encode_plain=tokenizer.encode_plain,
         ),
+        known_prunings=KnownPrunings(),
         pool=pool,
         prefix_cache=prefix_cache,
         arena=arena,
