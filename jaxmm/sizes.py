@@ -54,6 +54,7 @@ class Sizes:
             page_size=self.page_size,
             max_pinned_pages=int(self.num_pages * config.sessions.page_share),
             max_sessions=config.sessions.max_kept,
+            max_kept_bytes=config.sessions.max_bytes,
         )
 
 

@@ -223,7 +223,7 @@ def _nested_config(family: Family, ids: dict[str, int], *, tied: bool) -> dict[s
         "dtype": "float32",
     }
     experts = {
-        "num_experts": 6,
+        "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 48,
         "norm_topk_prob": True,

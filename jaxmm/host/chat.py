@@ -45,7 +45,6 @@ class ChatTokenizer:
         *,
         template: str | None,
         placeholders: Mapping[Modality, str] = _PLACEHOLDERS,
-        eos_ids: Sequence[int] = (),
     ) -> None:
         """Take over a transformers tokenizer; its backend is changed and must not be shared.
 
@@ -53,7 +52,6 @@ class ChatTokenizer:
             tokenizer: One with a `tokenizers` backend.
             template: Jinja source; None for a checkpoint without one.
             placeholders: Spelling of the token that marks an item's place, by what the item is.
-            eos_ids: Ids that end an answer.
 
         Raises:
             ModelError: The tokenizer cannot be used for chat; the message says why.
@@ -71,7 +69,6 @@ class ChatTokenizer:
             for kind, token in placeholders.items()
             if token in self._specials.ids
         }
-        self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self.special_ids: frozenset[int] = frozenset(self._specials.ids.values())
         self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         """One more than the largest id. Embeddings may have more rows: never sample those."""
@@ -106,7 +103,6 @@ class ChatTokenizer:
             tokenizer,
             template=_find_template(directory, tokenizer),
             placeholders=placeholders,
-            eos_ids=_find_eos_ids(directory, config, tokenizer),
         )
 
     def encode_chat(
@@ -327,19 +323,6 @@ def _find_template(directory: Path, tokenizer: Any) -> str | None:
     if legacy is not None and not (directory / "chat_template.jinja").exists():
         return str(legacy)
     return tokenizer.get_chat_template() if tokenizer.chat_template else None
-
-
-def _find_eos_ids(directory: Path, config: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
-    generation = _read_json(directory / "generation_config.json")
-    text_config = config.get("text_config") or {}
-    candidates = (
-        generation.get("eos_token_id"),
-        config.get("eos_token_id"),
-        text_config.get("eos_token_id"),
-        tokenizer.eos_token_id,
-    )
-    found = next((c for c in candidates if c is not None), ())
-    return (found,) if isinstance(found, int) else tuple(found)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -21,6 +21,14 @@ class KeptPicture:
         """What it is, while that is kept."""
         self._known: Known | KnownClip | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what is kept."""
+        if (found := self.found) is None:
+            return 0
+        arrays = (found.features, found.embeddings)
+        return sum(array.nbytes for array in arrays if array is not None)
+
     def take(self, found: Found) -> None:
         """Keep what the picture was processed to.
 
@@ -42,6 +50,11 @@ class Keep:
     """Time from the end of a turn after which everything is given back."""
     pictures: list[KeptPicture] = field(default_factory=list)
     closed: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the processed pictures, those of other conversations that share it counted."""
+        return sum(picture.num_bytes for picture in self.pictures)
 
     def release(self) -> None:
         """Give the processed pictures back; a later turn processes them again."""

@@ -33,6 +33,8 @@ class SchedulerConfig:
     """Pages that open conversations keep from eviction together, as long as nobody needs them."""
     max_sessions: int = 64
     """Conversations that keep something."""
+    max_kept_bytes: int = 1 << 30
+    """Of the processed pictures that they keep."""
     whole_items: bool = False
     """The model attends both ways inside an item: no chunk may end there."""
 

@@ -104,10 +104,8 @@ def test_same_answer_however_it_is_served(family: Family) -> None:
     with rows_left(on, 2 * STEP_ROWS):  # two steps at a time, encoded again for the answer
         assert_same(ask(on, question(family))[0], expected)
     words = turn("one red house " * 12)
-    needed = [
-        -(-(answer.usage.prompt_tokens + 64) // 16)
-        for answer in (solo(on, words, max_tokens=64), long := cold(on, family, max_tokens=64))
-    ]
+    alone, long = solo(on, words, max_tokens=64), cold(on, family, max_tokens=64)
+    needed = [-(-(answer.usage.prompt_tokens + 64) // 16) for answer in (alone, long)]
     before = on.scheduler.counters.retracts
     with pages_left(on, max(needed) + 2), scheduling(on, reserve_tokens=0, max_step_tokens=19):
         asked = [request(words, max_tokens=64), question(family, max_tokens=64)]

@@ -214,10 +214,8 @@ def test_the_processors_template_wins_over_the_tokenizers(tmp_path):
     assert len(ChatTokenizer.from_checkpoint(tmp_path).encode_chat([user(IMAGE)]).slots) == 1
 
 
-def test_ids_that_end_an_answer_and_vocabulary_size(qwen, tmp_path):
+def test_the_vocabulary_is_as_large_as_the_tokenizers(qwen, tmp_path):
     theirs = AutoTokenizer.from_pretrained(checkpoints.write_checkpoint(tmp_path))
-    expected = [theirs.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")]
-    assert list(qwen.eos_ids) == expected
     assert qwen.vocab_size == len(theirs) == len(qwen.token_bytes)
 
 
