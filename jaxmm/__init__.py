@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxmm.api import agenerate, generate
+    from jaxmm.basis import default_model
     from jaxmm.config import EngineConfig, load_config
     from jaxmm.engine import Engine
     from jaxmm.errors import JaxmmError
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from jaxmm.planner.result import Plan
     from jaxmm.request import Completion, Delta, Embeddings, Request, Result, SamplingParams, Usage
     from jaxmm.session import Session
-    from jaxmm.start import default_model
 
 __version__ = "0.1.0"
 
@@ -41,7 +41,7 @@ _HOMES = {
     "SamplingParams": "jaxmm.request",
     "Session": "jaxmm.session",
     "Usage": "jaxmm.request",
-    "default_model": "jaxmm.start",
+    "default_model": "jaxmm.basis",
 }
 
 __all__ = [

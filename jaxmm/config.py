@@ -209,6 +209,8 @@ class SessionConfig:
     """Conversations that keep something; beyond it the one unused longest keeps nothing more."""
     page_share: float = 0.25
     """Share of the pages that all of them keep together, as long as no request needs the room."""
+    max_bytes: int = 1 << 30
+    """Host memory for the processed pictures of all of them together."""
     expire_seconds: float = 600.0
     """Time from the end of a turn until it gives everything back, where it names none."""
 
@@ -218,6 +220,7 @@ class SessionConfig:
             "sessions.",
             max_kept=(1, 1 << 16),
             page_share=(0.0, 1.0),
+            max_bytes=(0, 1 << 44),
             expire_seconds=(0.0, MAX_EXPIRE_SECONDS),
         )
 

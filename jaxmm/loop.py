@@ -25,8 +25,8 @@ LoadFeatures = Callable[[Answer, Sequence, int], None]
 
 
 class Loop:
-    """Runs prepared requests to their ends. But for `post`, `stop` and `serves`, the methods are
-    called on the thread that is in `run`."""
+    """Runs prepared requests to their ends. But for `post`, `stop`, `serves` and `end_all`, the
+    methods are called on the thread that is in `run`."""
 
     def __init__(self, parts: Parts) -> None:
         """Take the parts; `run` does the work."""
@@ -75,7 +75,7 @@ class Loop:
         try:
             self._scheduler.add(*answer.sequences)
         except JaxmmError as error:
-            del self._answers[answer.request.id]
+            self._answers.pop(answer.request.id, None)
             self._tell(answer, error)
             return
         self._stalled = False
@@ -102,10 +102,15 @@ class Loop:
             self._stalled = False
 
     def end_all(self, error: EngineStopped) -> None:
-        """End every request with an error; `run` has returned."""
-        answers = list(self._answers.values())
-        self._answers.clear()
-        for answer in answers:
+        """End every request with an error, each once, whoever else calls this; for any thread.
+
+        `run` has returned, or is told to and hangs in a step.
+        """
+        while True:
+            try:
+                _, answer = self._answers.popitem()
+            except KeyError:
+                return
             answer.gone.set_result(None)
             self._tell(answer, error)
 
@@ -138,7 +143,8 @@ class Loop:
         dispatched = False
         if plan is not None:
             for sequence, index in plan.missing_features:
-                load_features(self._answers[sequence.request_id], sequence, index)
+                if (answer := self._answer_of(sequence)) is not None:
+                    load_features(answer, sequence, index)
             if plan.num_tokens:
                 self._pending.append(self._dispatcher.dispatch(plan))
                 dispatched = True
@@ -150,10 +156,10 @@ class Loop:
     def _read(self, pending: Pending) -> None:
         """Wait for a step's tokens, and pass them on."""
         for sequence, token, logprob in self._dispatcher.read(pending):
-            if sequence.status is Status.FINISHED:
-                continue  # it stopped, or was aborted, while this step was on its way
+            answer = self._answer_of(sequence)
+            if sequence.status is Status.FINISHED or answer is None:
+                continue  # it stopped, was aborted or given up while this step was on its way
             self._scheduler.append(sequence, token)
-            answer = self._answers[sequence.request_id]
             try:
                 delta = answer.take(sequence, token, logprob)
             except GrammarError as error:
@@ -163,7 +169,7 @@ class Loop:
                 self._scheduler.finish(sequence, delta.finish_reason)
                 self._keep(sequence, answer)
                 if answer.num_open == 0:
-                    del self._answers[answer.request.id]
+                    self._answers.pop(answer.request.id, None)
             self._tell(answer, delta)
         self._stalled = False
 

@@ -95,9 +95,9 @@ def followed(config: EngineConfig) -> bool:
 
 def describe_buckets(config: EngineConfig) -> str:
     """Describe what an engine of this config compiles, without building it."""
-    from jaxmm import start  # brings jax
+    from jaxmm import basis  # brings jax
 
-    return start.describe_buckets(config)
+    return basis.describe_buckets(config)
 
 
 def describe_plan(
@@ -141,7 +141,7 @@ def convert_model(model: str, out: str, dtype: str, *, progress: bool) -> None:
     Raises:
         ModelError: The checkpoint cannot be loaded, or there is something at `out`.
     """
-    from jaxmm import start  # brings jax
+    from jaxmm import basis  # brings jax
     from jaxmm.models.converted import convert
 
-    convert(start.model_directory(EngineConfig(model=model)), out, dtype, progress=progress)
+    convert(basis.model_directory(EngineConfig(model=model)), out, dtype, progress=progress)

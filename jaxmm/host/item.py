@@ -54,6 +54,8 @@ class Item:
     """Which time step of its video; each is an item of its own."""
     time: int | None = None
     """M-RoPE time from the video's first step on; None: it is numbered as a picture is."""
+    overview_patches: int = 0
+    """Patches of a view of the whole, beside those of the tiles, which `grid_thw` counts."""
 
     @property
     def continues(self) -> bool:
@@ -68,8 +70,9 @@ class Item:
 
     @property
     def num_patches(self) -> int:
+        """Patches that the encoder takes."""
         t, h, w = self.grid_thw
-        return t * h * w
+        return t * h * w + self.overview_patches
 
 
 def mark_of(identity: bytes, step: int, time: int | None) -> bytes:

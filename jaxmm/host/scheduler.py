@@ -72,7 +72,9 @@ class Scheduler:
         self._pool = pool
         self._cache = prefix_cache
         self._arena = arena
-        self.pins = Pins(prefix_cache, config.max_pinned_pages, config.max_sessions)
+        self.pins = Pins(
+            prefix_cache, config.max_pinned_pages, config.max_sessions, config.max_kept_bytes
+        )
         self._residency = Residency(pool, prefix_cache, self.pins, arena, config.max_running)
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # in order of arrival

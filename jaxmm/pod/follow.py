@@ -11,6 +11,7 @@ from typing import NoReturn
 import jax
 import numpy as np
 
+from jaxmm.basis import settle_basis
 from jaxmm.config import EngineConfig
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.runner import Runner
@@ -23,7 +24,7 @@ from jaxmm.pod.followers import DONE, LOADING_SECONDS
 from jaxmm.pod.join import meet, part
 from jaxmm.pod.lead import chained
 from jaxmm.pod.messages import Kind, unpack_arrays, unpack_step
-from jaxmm.start import load_runner, settle_basis
+from jaxmm.start import load_runner
 
 logger = logging.getLogger(__name__)
 
