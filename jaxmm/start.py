@@ -19,7 +19,7 @@ from jaxmm.device.backend import Backend, check_sizes, settle_backend, spread_kv
 from jaxmm.device.executables import source_digest
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.runner import Runner
-from jaxmm.device.scratch import keep_scratch_memory
+from jaxmm.device.scratch import keep_scratch_memory, share_heap
 from jaxmm.errors import ConfigError, ModelError, RequestError, SamplingError
 from jaxmm.host.arena import Arena
 from jaxmm.host.chat import ChatTokenizer
@@ -178,6 +178,7 @@ def settle_basis(config: EngineConfig) -> Basis:
     Raises:
         ConfigError, ModelError: The message names the setting or key.
     """
+    share_heap()  # before the first use of a device starts its threads
     join(config)
     if jax.default_backend() == "cpu" and not keep_scratch_memory():
         logger.info("the C library keeps no scratch memory: steps clear theirs anew")
