@@ -46,6 +46,7 @@ from jaxmm.models.remote import fetch_small_files, is_remote
 from jaxmm.models.twin import text_is_bfloat16
 from jaxmm.pod.join import join, least, meet
 from jaxmm.pod.lead import PodRunner
+from jaxmm.rehearsal import Rehearsal
 from jaxmm.request import SamplingParams
 from jaxmm.sizes import (
     CPU_MAX_PIXELS,
@@ -103,6 +104,7 @@ class Parts:
     runner: Runner | PodRunner
     ledger: CompileLedger
     padding: Padding
+    rehearsal: Rehearsal
 
     @property
     def placeholder_ids(self) -> tuple[int, int]:
@@ -267,6 +269,8 @@ def build_parts(config: EngineConfig) -> Parts:
     pool = PagePool(sizes.num_pages)
     prefix_cache = PrefixCache(pool, sizes.page_size, enabled=config.pages.prefix_cache)
     arena = Arena(sizes.num_rows, config.arena.page_rows)
+    # measured on a CPU alone; with followers each run would have to be theirs too
+    rehearses = config.buckets.rehearse and jax.default_backend() == "cpu" and followers is None
     logger.info(
         "ready model=%s executables=%d pages=%d page_size=%d rows=%d seconds=%.1f",
         directory.name,
@@ -303,6 +307,7 @@ def build_parts(config: EngineConfig) -> Parts:
         runner=runner,
         ledger=ledger,
         padding=Padding(),
+        rehearsal=Rehearsal(here if rehearses else None, sizes, model, pool),
     )
 
 
