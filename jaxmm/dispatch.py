@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmm.host.batch import SampleRow, build_batch, sampled_rows
-from jaxmm.host.lanes import EncodeBatch, pack_lane
+from jaxmm.host.lanes import LaneItem, pack_lanes, spread
 from jaxmm.host.plan import EncodeJob, Plan
 from jaxmm.host.sequence import Sequence as Generation
 from jaxmm.request import TokenLogprob
@@ -31,7 +31,8 @@ class Sampled(NamedTuple):
 
 
 class Dispatcher:
-    """Runs plans in their order; one thread calls it. Nothing but `read` waits for the device."""
+    """Runs plans in their order; one thread calls it. Nothing but `fetch` waits for the device, and
+    that another thread may call."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -42,8 +43,7 @@ class Dispatcher:
         for job in plan.encodes:
             if job.item.embeddings is not None:
                 runner.upload(job.item.embeddings, job.lease.slots)
-        for jobs in self._lanes([job for job in plan.encodes if job.item.embeddings is None]):
-            runner.encode(self._lane(jobs))
+        self._encode([job for job in plan.encodes if job.item.embeddings is None])
         self._prime(plan)
         layout = runner.layout(plan.num_tokens)
         batch = build_batch(
@@ -59,42 +59,36 @@ class Dispatcher:
         parts.ledger.check(f"a step of {plan.num_tokens} tokens in bucket {layout.num_tokens}")
         return pending
 
+    def fetch(self, pending: Pending) -> Any:
+        """Wait for a step and read what it sampled."""
+        return self._parts.runner.fetch(pending.sampled, logprobs=pending.logprobs)
+
     def read(self, pending: Pending) -> Iterator[Sampled]:
         """Wait for a step's tokens."""
-        fetched = self._parts.runner.fetch(pending.sampled, logprobs=pending.logprobs)
+        return self.sampled(pending, self.fetch(pending))
+
+    def sampled(self, pending: Pending, fetched: Any) -> Iterator[Sampled]:
+        """The tokens of a step, from what `fetch` gave for it."""
         tokens: list[int] = fetched.token_B[: len(pending.rows)].tolist()
         for r, (row, token) in enumerate(zip(pending.rows, tokens, strict=True)):
             wanted = row.sequence.sampling.logprobs
             logprob = None if wanted is None else _token_logprob(fetched, r, token, wanted)
             yield Sampled(row.sequence, token, logprob)
 
-    def _lanes(self, jobs: Sequence[EncodeJob]) -> list[list[EncodeJob]]:
-        """Split jobs so that each part fits the largest lane, in order."""
-        lanes: list[list[EncodeJob]] = []
-        room = 0
-        for job in jobs:
-            size = self._parts.packed_patches(job.item)
-            if size > room:
-                lanes.append([])
-                room = self._parts.sizes.buckets.patches[-1]
-            lanes[-1].append(job)
-            room -= size
-        return lanes
-
-    def _lane(self, jobs: list[EncodeJob]) -> EncodeBatch:
-        parts = self._parts
-        vision = parts.model.vision
-        num_patches = sum(parts.packed_patches(job.item) for job in jobs)
-        return pack_lane(
-            [job.item.features for job in jobs if job.item.features is not None],
-            [job.item.grid_thw for job in jobs],
-            [job.lease.slots for job in jobs],
-            lane_patches=parts.sizes.buckets.lane_patches(num_patches),
-            patch_values=vision.patch_values,
-            window_patches=vision.window_patches,
-            with_sizes=vision.position_side > 0,
-            drop_slot=parts.sizes.num_rows,
-        )
+    def _encode(self, jobs: Sequence[EncodeJob]) -> None:
+        """Start the encoder on all jobs, in as few lanes as take them."""
+        parts, vision, buckets = self._parts, self._parts.model.vision, self._parts.sizes.buckets
+        sizes = [parts.packed_patches(job.item) for job in jobs]
+        for lanes in spread(sizes, parts.sizes.num_lanes, buckets.patches[-1]):
+            batch = pack_lanes(
+                [[_lane_item(jobs[i]) for i in lane] for lane in lanes],
+                lane_patches=buckets.lane_patches(max(sum(sizes[i] for i in x) for x in lanes)),
+                patch_values=vision.patch_values,
+                window_patches=vision.window_patches,
+                with_sizes=vision.position_side > 0,
+                drop_slot=parts.sizes.num_rows,
+            )
+            parts.runner.encode(batch)
 
     def _prime(self, plan: Plan) -> None:
         """Tell the device the history of sequences that were just admitted and need it."""
@@ -110,6 +104,11 @@ class Dispatcher:
                 np.array(sequence.output_ids, np.int64),
                 dict(params.logit_bias),
             )
+
+
+def _lane_item(job: EncodeJob) -> LaneItem:
+    assert job.item.features is not None, "an item is encoded from its features"
+    return LaneItem(job.item.features, job.item.grid_thw, job.lease.slots)
 
 
 def _token_logprob(fetched: Any, row: int, token: int, num_top: int) -> TokenLogprob:

@@ -2,10 +2,13 @@
 
 import dataclasses
 import logging
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxmm.config import EngineConfig
-from jaxmm.device.backend import Backend, check_sizes, settle_backend, spread_kv_heads
+from jaxmm.device.backend import Backend, check_sizes, settle_backends, spread_kv_heads
 from jaxmm.device.executables import source_digest
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.runner import Runner
@@ -76,15 +79,14 @@ class Padding:
         self.used += used
         self.padded += bucket
 
-    @property
-    def share(self) -> float:
-        """Share of tokens that were filler, 0 to 1."""
-        return 1 - self.used / self.padded if self.padded else 0.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Everything that the engine's loop works with."""
+    """Everything that the engine's loop works with, for one replica.
+
+    Those of an engine differ in pool, prefix cache, arena, scheduler, runner and padding; all else
+    is the same object.
+    """
 
     model: ModelConfig
     model_name: str
@@ -147,7 +149,8 @@ class Parts:
                     )
 
     def close(self) -> None:
-        """Free what does not go with the process."""
+        """Free what does not go with the process; called for one replica of an engine, or for all
+        of them."""
         self.decoder.close()
         self.runner.close()
         self.ledger.close()
@@ -161,15 +164,17 @@ class Basis:
     model: ModelConfig
     dtype: Any
     processor: Any
-    backend: Backend
+    backends: tuple[Backend, ...]
+    """One for each replica."""
     sizes: Sizes
+    """Of a replica."""
 
     @property
     def fingerprint(self) -> str:
         """Equal where the same steps are run on the same weights."""
         files = sorted((p.name, p.stat().st_size) for p in self.directory.glob("*.safetensors"))
         dtype, source = np.dtype(self.dtype), source_digest()
-        return f"{self.model}|{self.sizes}|{dtype}|{self.backend}|{source}|{files}"
+        return f"{self.model}|{self.sizes}|{dtype}|{self.backends}|{source}|{files}"
 
 
 def settle_basis(config: EngineConfig) -> Basis:
@@ -186,42 +191,64 @@ def settle_basis(config: EngineConfig) -> Basis:
     check_vocabulary(model.text.vocab_size)
     dtype = _dtype(config)
     processor = _processor(config, model, directory)
-    backend = settle_backend(config.kernels, config.tensor_parallel, model, dtype)
-    model = spread_kv_heads(model, backend.num_shards)
+    backends = settle_backends(
+        config.kernels, config.tensor_parallel, config.data_parallel, model, dtype
+    )
+    model = spread_kv_heads(model, backends[0].num_shards)
     return Basis(
         directory=directory,
         model=model,
         dtype=dtype,
         processor=processor,
-        backend=backend,
-        sizes=_sizes(config, model, processor, backend),
+        backends=backends,
+        sizes=_sizes(config, model, processor, backends),
     )
 
 
-def load_runner(config: EngineConfig, basis: Basis, ledger: CompileLedger) -> Runner:
-    """Make the executables and load the weights, both at once.
+def load_runners(config: EngineConfig, basis: Basis, ledger: CompileLedger) -> tuple[Runner, ...]:
+    """Make the executables and load the weights of each replica, both at once.
+
+    The weights are read once, and the executables compiled once: the other replicas get copies.
 
     Raises:
         ModelError: The message names the tensor or key.
     """
-    runner = Runner(
-        basis.model,
-        basis.sizes,
-        basis.dtype,
-        backend=basis.backend,
-        ledger=ledger,
-        compile_cache_dir=config.compile_cache_dir,
-        twin=_wants_twin(config, basis),
-    )
-    with ThreadPoolExecutor(1, thread_name_prefix="jaxmm-load") as threads:
-        weights = threads.submit(_load_weights, config, basis, runner)
-        runner.warm_up(progress=config.progress)
-        runner.place(weights.result())
-    return runner
+    with _compiled_directory(config, basis) as directory:
+        first, *others = runners = tuple(
+            Runner(
+                basis.model,
+                basis.sizes,
+                basis.dtype,
+                backend=backend,
+                ledger=ledger,
+                compile_cache_dir=directory,
+                twin=_wants_twin(config, basis),
+            )
+            for backend in basis.backends
+        )
+        with ThreadPoolExecutor(1, thread_name_prefix="jaxmm-load") as threads:
+            weights = threads.submit(_load_weights, config, basis, first)
+            for runner in runners:
+                runner.warm_up(progress=config.progress)
+            params = weights.result()
+    first.place(params)
+    for runner in others:
+        runner.place_copy(params)
+    return runners
 
 
-def build_parts(config: EngineConfig) -> Parts:
-    """Load a checkpoint and make everything ready to serve.
+@contextmanager
+def _compiled_directory(config: EngineConfig, basis: Basis) -> Iterator[str]:
+    """Where executables are kept; for the time of the start where replicas share them alone."""
+    if config.compile_cache_dir or len(basis.backends) == 1:
+        yield config.compile_cache_dir
+        return
+    with tempfile.TemporaryDirectory(prefix="jaxmm-compiled-") as directory:
+        yield directory
+
+
+def build_parts(config: EngineConfig) -> tuple[Parts, ...]:
+    """Load a checkpoint and make everything ready to serve: the parts of each replica.
 
     Raises:
         ConfigError, ModelError: The message names the setting, key or tensor.
@@ -247,11 +274,12 @@ def build_parts(config: EngineConfig) -> Parts:
         followers = meet(config, basis.fingerprint).to_followers(config.pod)
     with ThreadPoolExecutor(1, thread_name_prefix="jaxmm-words") as threads:
         words = threads.submit(_load_tokenizer, model, directory)
-        here = load_runner(config, basis, ledger)
+        here = load_runners(config, basis, ledger)
         tokenizer, grammars = words.result()
+    runners: tuple[Runner | PodRunner, ...] = here
     if followers is not None:
         followers.wait_ready()
-    runner = here if followers is None else PodRunner(here, followers)
+        runners = (PodRunner(here[0], followers),)
     decoder = DecodePool(
         processor,
         Limits(config.media.max_bytes, config.media.max_decode_pixels),
@@ -263,19 +291,18 @@ def build_parts(config: EngineConfig) -> Parts:
     )
     media_map = MediaMap(config.media.map_entries)
     decodes = Decodes(decoder, media_map)
-    pool = PagePool(sizes.num_pages)
-    prefix_cache = PrefixCache(pool, sizes.page_size, enabled=config.pages.prefix_cache)
-    arena = Arena(sizes.num_rows, config.arena.page_rows)
     logger.info(
-        "ready model=%s executables=%d pages=%d page_size=%d rows=%d seconds=%.1f",
+        "ready model=%s replicas=%d executables=%d pages=%d page_size=%d rows=%d seconds=%.1f",
         directory.name,
-        runner.num_executables,
+        len(runners),
+        runners[0].num_executables,
         sizes.num_pages,
         sizes.page_size,
         sizes.num_rows,
         time.perf_counter() - start,
     )
-    return Parts(
+    shared = partial(
+        Parts,
         model=model,
         model_name=directory.name,
         sizes=sizes,
@@ -295,12 +322,24 @@ def build_parts(config: EngineConfig) -> Parts:
             video_id=model.video_token_id,
             encode_plain=tokenizer.encode_plain,
         ),
+        ledger=ledger,
+    )
+    return tuple(_parts_of_replica(config, sizes, shared, runner) for runner in runners)
+
+
+def _parts_of_replica(
+    config: EngineConfig, sizes: Sizes, shared: Callable[..., Parts], runner: Runner | PodRunner
+) -> Parts:
+    """What is shared, and empty caches beside it."""
+    pool = PagePool(sizes.num_pages)
+    prefix_cache = PrefixCache(pool, sizes.page_size, enabled=config.pages.prefix_cache)
+    arena = Arena(sizes.num_rows, config.arena.page_rows)
+    return shared(
         pool=pool,
         prefix_cache=prefix_cache,
         arena=arena,
         scheduler=Scheduler(sizes.scheduler(config), pool, prefix_cache, arena),
         runner=runner,
-        ledger=ledger,
         padding=Padding(),
     )
 
@@ -318,7 +357,7 @@ def _wants_twin(config: EngineConfig, basis: Basis) -> bool:
     """Whether steps of one token shall read the decoder's weights in bfloat16."""
     return (
         jax.default_backend() == "cpu"
-        and basis.backend.mesh is None
+        and basis.backends[0].mesh is None
         and basis.dtype == jnp.float32
         and has_room_for_twin(config, basis.model, basis.sizes, device_memory_bytes())
         and not is_converted(basis.directory)
@@ -349,9 +388,11 @@ def describe_buckets(config: EngineConfig) -> str:
     def packed(width: int, height: int) -> int:
         return packed_patches(processor.grid(height, width), model.vision.window_patches)
 
-    backend = settle_backend(config.kernels, config.tensor_parallel, model, _dtype(config))
-    spread = spread_kv_heads(model, backend.num_shards)
-    return describe(_sizes(config, spread, processor, backend), packed)
+    backends = settle_backends(
+        config.kernels, config.tensor_parallel, config.data_parallel, model, _dtype(config)
+    )
+    spread = spread_kv_heads(model, backends[0].num_shards)
+    return describe(_sizes(config, spread, processor, backends), packed)
 
 
 def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
@@ -394,14 +435,18 @@ def _video(config: EngineConfig, model: ModelConfig, directory: Path, processor:
     )
 
 
-def _sizes(config: EngineConfig, model: ModelConfig, processor: Any, backend: Backend) -> Sizes:
-    dtype = np.dtype(_dtype(config))
+def _sizes(
+    config: EngineConfig, model: ModelConfig, processor: Any, backends: Sequence[Backend]
+) -> Sizes:
+    """Of one replica; those on a CPU share its memory."""
+    dtype, backend = np.dtype(_dtype(config)), backends[0]
+    sharers = len(backends) if jax.default_backend() == "cpu" else 1
     sizes = settle_sizes(
         config,
         model,
         processor.max_patches,
         platform=jax.default_backend(),
-        memory_bytes=device_memory_bytes(),
+        memory_bytes=device_memory_bytes() // sharers,
         itemsize=dtype.itemsize,
         kernels=backend.kernels,
         num_chips=backend.num_shards,

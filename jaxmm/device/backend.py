@@ -54,6 +54,13 @@ class Backend:
             else jax.lax.with_sharding_constraint(tree, self.sharding(WHOLE))
         )
 
+    def gathered(self, rows_MX: jax.Array) -> jax.Array:
+        """The rows of all chips one below the other, on each of them (within `per_chip`)."""
+        if self.num_shards == 1:
+            return rows_MX
+        gathered: jax.Array = jax.lax.all_gather(rows_MX, "model", tiled=True)
+        return gathered
+
     def per_chip(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any
     ) -> Callable[..., Any]:
@@ -71,44 +78,53 @@ class Backend:
         return mapped
 
 
-def settle_backend(
+def settle_backends(
     kernels: Literal["auto", "pallas", "portable"],
     tensor_parallel: int,
+    data_parallel: int,
     model: ModelConfig,
     dtype: DTypeLike,
-) -> Backend:
-    """Choose the implementation and the chips.
+) -> tuple[Backend, ...]:
+    """Choose the implementation, and the chips of each replica.
 
     Args:
         kernels: The setting; "auto" is Pallas on TPUs, for models that the kernels can take.
         tensor_parallel: Chips that the model is split over; 0: as many as there are and it can be.
+        data_parallel: Replicas, each on so many chips; 0: as many as there are chips for.
         model: Its dimensions.
         dtype: Of weights, KV and arena.
+
+    Returns:
+        One for each replica; they differ in their chips alone.
 
     Raises:
         ConfigError: What was asked for cannot run here; the text says why.
     """
+    chosen = _settle_kernels(kernels, model, dtype)
+    num_chips, num_replicas = _settle_chips(tensor_parallel, data_parallel, model)
+    if num_chips == num_replicas == 1:
+        return (Backend(chosen),)
+    meshes = (_mesh(num_chips, replica) for replica in range(num_replicas))
+    return tuple(Backend(chosen, mesh) for mesh in meshes)
+
+
+def _settle_kernels(
+    kernels: Literal["auto", "pallas", "portable"], model: ModelConfig, dtype: DTypeLike
+) -> Literal["pallas", "portable"]:
     platform = jax.default_backend()
-    num_chips = tensor_parallel or _most_chips(model)
-    if jax.process_count() > 1 and num_chips != jax.device_count():
-        raise ConfigError(
-            f"tensor_parallel={num_chips} and the {jax.process_count()} processes of the pod have "
-            f"{jax.device_count()} chips; a pod uses all of them"
-        )
-    mesh = None if num_chips == 1 else _mesh(num_chips, model)
     if kernels == "pallas" and platform != "tpu":
         raise ConfigError(
             f"kernels='pallas' needs a TPU and this machine has a {platform}; use 'auto'"
         )
     if kernels == "portable" or platform != "tpu":
-        return Backend("portable", mesh)
+        return "portable"
     obstacles = "; ".join(model_obstacles(model, dtype))
     if not obstacles:
-        return Backend("pallas", mesh)
+        return "pallas"
     if kernels == "pallas":
         raise ConfigError(f"kernels='pallas' cannot run this model: {obstacles}; use 'auto'")
     logger.warning("kernels=portable reason=%s", obstacles)
-    return Backend("portable", mesh)
+    return "portable"
 
 
 def model_obstacles(model: ModelConfig, dtype: DTypeLike) -> Iterator[str]:
@@ -130,7 +146,7 @@ def check_sizes(
     """Refuse sizes that the chosen kernels cannot take.
 
     Args:
-        backend: Chosen by `settle_backend`.
+        backend: Chosen by `settle_backends`.
         page_size: Tokens of a page.
         max_running: Rows of the page table.
         num_table_pages: Pages of the longest request.
@@ -165,9 +181,42 @@ def spread_kv_heads(model: ModelConfig, num_chips: int) -> ModelConfig:
     return dataclasses.replace(model, text=spread)
 
 
-def _most_chips(model: ModelConfig) -> int:
+def _settle_chips(tensor_parallel: int, data_parallel: int, model: ModelConfig) -> tuple[int, int]:
+    """Chips of a replica, and replicas; what neither takes is told, or refused on a pod."""
+    there = jax.device_count()
+    num_chips = tensor_parallel or _most_chips(model, there // (data_parallel or 1))
+    num_replicas = data_parallel or max(1, there // num_chips)
+    used = num_chips * num_replicas
+    asked = f"tensor_parallel={num_chips}"
+    if num_replicas > 1:
+        asked = f"data_parallel={num_replicas} replicas of {asked}"
+    if used > there:
+        kind = jax.devices()[0].platform
+        raise ConfigError(f"{asked} and this machine has {there} {kind} device(s)")
+    for rest in _rests(model, num_chips):
+        raise ConfigError(f"tensor_parallel={num_chips} does not divide the model's {rest}")
+    if jax.process_count() > 1 and num_replicas > 1:
+        raise ConfigError(
+            f"{asked} on a pod of {jax.process_count()} processes: replicas of one engine are for "
+            "the chips of one host; start a server for each"
+        )
+    if jax.process_count() > 1 and used != there:
+        raise ConfigError(
+            f"{asked} and the {jax.process_count()} processes of the pod have {there} chips; a pod "
+            "uses all of them"
+        )
+    if used < there:
+        logger.warning(
+            "chips=%d used=%d idle=%d: set data_parallel or tensor_parallel to 0 to use more",
+            there, used, there - used,
+        )  # fmt: skip
+    return num_chips, num_replicas
+
+
+def _most_chips(model: ModelConfig, there: int) -> int:
     """The most chips of those there are that a model can be split over."""
-    return max(n for n in range(1, jax.device_count() + 1) if not any(_rests(model, n)))
+    counts = range(1, max(1, there) + 1)
+    return max(n for n in counts if not any(_rests(model, n)))
 
 
 def _rests(model: ModelConfig, num_chips: int) -> Iterator[str]:
@@ -185,19 +234,15 @@ def _rests(model: ModelConfig, num_chips: int) -> Iterator[str]:
             yield f"{value} {name}"
 
 
-def _mesh(num_chips: int, model: ModelConfig) -> Mesh:
-    """A mesh over the first devices, all of them along `model`."""
-    devices = jax.devices()
-    if num_chips > len(devices):
-        raise ConfigError(
-            f"tensor_parallel={num_chips} and this machine has {len(devices)} "
-            f"{devices[0].platform} device(s)"
-        )
-    for rest in _rests(model, num_chips):
-        raise ConfigError(f"tensor_parallel={num_chips} does not divide the model's {rest}")
+def _mesh(num_chips: int, replica: int) -> Mesh:
+    """A mesh over the chips of a replica, all of them along `model`.
+
+    Chips that follow each other are neighbours, those of one host before those of the next.
+    """
+    start = replica * num_chips
     return jax.make_mesh(
         (num_chips,),
         ("model",),
-        devices=devices[:num_chips],
+        devices=jax.devices()[start : start + num_chips],
         axis_types=(jax.sharding.AxisType.Auto,),
     )

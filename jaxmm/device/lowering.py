@@ -18,7 +18,7 @@ from jaxmm.device.executables import Key, Lower
 from jaxmm.device.kv import KV_POOL, pool_shape
 from jaxmm.device.lane import Lane
 from jaxmm.device.sampling import init_state
-from jaxmm.device.sharding import PATCHES, WHOLE, param_spec
+from jaxmm.device.sharding import LANES, WHOLE, param_spec
 from jaxmm.host.batch import StepLayout
 from jaxmm.host.grammar import mask_words
 from jaxmm.host.lanes import MERGED_PATCHES
@@ -123,20 +123,19 @@ class Lowering:
         )
 
     def encode(self, rung: int) -> jax.stages.Lowered:
-        """Lower the encode step of a bucket of patches."""
-        vision, shape = self._vision, self._shape
-        patches = shape(
-            rung, vision.patch_values, dtype=jnp.uint8, spec=patch_spec(rung, self._backend)
-        )
+        """Lower the encode step of a bucket of patches, so many on each chip."""
+        vision, num_patches = self._vision, rung * self._backend.num_shards
+        shape = partial(self._shape, num_patches, spec=LANES)
+        patches = shape(vision.patch_values, dtype=jnp.uint8)
         lane = Lane(
             patches_NU=patches,
             later_NU=patches,
-            any_later=shape(dtype=jnp.bool_),
-            coords_N2=shape(rung, 2),
-            segment_N=shape(rung),
-            window_N=shape(rung) if vision.window_patches else None,
-            size_N2=shape(rung, 2) if vision.position_side else None,
-            slot_M=shape(rung // MERGED_PATCHES),
+            any_later=self._shape(dtype=jnp.bool_),
+            coords_N2=shape(2),
+            segment_N=shape(),
+            window_N=shape() if vision.window_patches else None,
+            size_N2=shape(2) if vision.position_side else None,
+            slot_M=self._shape(num_patches // MERGED_PATCHES),
         )
         return steps.encode_step.lower(
             self._encoder, self._backend, self.params["vision"], self.arena, lane
@@ -167,9 +166,3 @@ class Lowering:
 
     def _shape(self, *dims: int, dtype: DTypeLike = jnp.int32, spec: PartitionSpec = WHOLE) -> Any:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self._backend.sharding(spec))
-
-
-def patch_spec(num_patches: int, backend: Backend) -> PartitionSpec:
-    """How a lane's patches lie on their way in: whole on one host, in parts on several."""
-    one_host = jax.process_count() == 1
-    return WHOLE if one_host or num_patches % backend.num_shards else PATCHES

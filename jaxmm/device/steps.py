@@ -27,7 +27,7 @@ from jaxmm.device.sampling import (
     remember,
     sample_rows,
 )
-from jaxmm.device.sharding import WHOLE
+from jaxmm.device.sharding import LANES, WHOLE
 from jaxmm.host.batch import FLOAT_FIELDS, StepLayout
 from kernels_pallas.ragged_paged_attention import Ragged
 from kernels_pallas.scatter_rows import write_rows
@@ -46,19 +46,22 @@ def _encode_step(
     arena: Float[Array, "R ..."],
     lane: Lane,
 ) -> Float[Array, "R ..."]:
-    """Encode one lane of packed images into the arena.
+    """Encode packed images into the arena, on each chip a lane of its own.
 
-    Static: encoder, backend. Donated: arena. Bucketed: N, the lane's patches.
-    The arena's last row takes what padding writes.
+    Static: encoder, backend. Donated: arena. Bucketed: N, the patches of all lanes.
+    Every chip gets the rows of all of them, since it has the whole arena. The arena's last row
+    takes what padding writes.
     """
 
     def encode(params: Params, arena: Array, lane: Lane) -> Array:
         vision = nnx.merge(encoder, params)
-        rows_MX = vision(lane)
+        rows_MX = backend.gathered(vision(lane))
         with jax.named_scope("arena"):
             return write_rows(arena, rows_MX, lane.slot_M, implementation=backend.kernels)
 
-    return backend.per_chip(encode, WHOLE, WHOLE)(params, arena, lane)
+    specs = Lane(LANES, LANES, WHOLE, LANES, LANES, LANES, LANES, slot_M=WHOLE)
+    present = Lane(*(None if x is None else s for x, s in zip(lane, specs, strict=True)))
+    return backend.per_chip(encode, (WHOLE, WHOLE, present), WHOLE)(params, arena, lane)
 
 
 def _upload_step(

@@ -1,4 +1,6 @@
-"""Packs the patches of several images into one lane that the encoder takes at once. Host only.
+"""Packs the patches of several images into lanes that the encoder takes at once. Host only.
+
+A chip takes one lane; where the encoder runs on several, there is one for each, of one size.
 
 Full attention needs to know which patches are of one image: `segment`. Window attention runs on
 blocks of 64 consecutive patches, so no window may cross a multiple of 64. A full window fills a
@@ -19,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +36,8 @@ MERGED_PATCHES = MERGE_SIZE**2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodeBatch:
-    """One lane of N patches. Patches and coords of padding are of no consequence."""
+    """One lane of N patches, or several one behind the other, N in all. Patches and coords of
+    padding are of no consequence."""
 
     patches: npt.NDArray[np.uint8]
     """uint8[N, U], four consecutive patches to a row."""
@@ -42,7 +46,7 @@ class EncodeBatch:
     coords: npt.NDArray[np.int32]
     """int32[N, 2]: row and column in the image's grid of patches."""
     segment: npt.NDArray[np.int32]
-    """int32[N]: which frame of which item, from 0 up in lane order; -1 for padding."""
+    """int32[N]: which frame of which item, in each lane from 0 up; -1 for padding."""
     window: npt.NDArray[np.int32] | None
     """int32[N]: which window of the frame, -1 for padding; None for a family without windows."""
     sizes: npt.NDArray[np.int32] | None
@@ -80,10 +84,57 @@ def packed_patches(grid: Grid, window_patches: int) -> int:
     return t * (_layout(h, w, window_patches).num_patches if window_patches else h * w)
 
 
+class LaneItem(NamedTuple):
+    """An item on its way into a lane."""
+
+    features: npt.NDArray[np.uint8]
+    """uint8[t*h*w, U], frame by frame, rows in raster order and the four patches of a row together
+    (the order of the Hugging Face processor); of video uint8[t*h*w, 2 * U], the first frame of a
+    time step and then the second."""
+    grid: Grid
+    """Patches by (time, height, width)."""
+    slots: npt.NDArray[np.int32]
+    """int32[t*h*w // 4]: arena row of each of its rows in that order."""
+
+
+def spread(sizes: Sequence[int], num_lanes: int, capacity: int) -> list[list[list[int]]]:
+    """Spread items over lanes, the largest first, each to the emptiest lane.
+
+    Args:
+        sizes: Patches of each item (`packed_patches`), none over `capacity`.
+        num_lanes: Lanes that are encoded together.
+        capacity: Patches of a lane at most.
+
+    Returns:
+        Rounds, mostly one; of each its lanes, some empty; of each the indices of its items.
+    """
+    rounds: list[list[list[int]]] = []
+    filled: list[list[int]] = []
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        fits = (r for r in range(len(rounds)) if min(filled[r]) + sizes[index] <= capacity)
+        place = next(fits, len(rounds))
+        if place == len(rounds):
+            rounds.append([[] for _ in range(num_lanes)])
+            filled.append([0] * num_lanes)
+        lane = filled[place].index(min(filled[place]))
+        rounds[place][lane].append(index)
+        filled[place][lane] += sizes[index]
+    return rounds
+
+
 def pack_lane(
     features: Sequence[npt.NDArray[np.uint8]],
     grids: Sequence[Grid],
     slots: Sequence[npt.NDArray[np.int32]],
+    **sizes: Any,
+) -> EncodeBatch:
+    """Pack items into one lane; see `LaneItem` and `pack_lanes`."""
+    items = [LaneItem(*item) for item in zip(features, grids, slots, strict=True)]
+    return pack_lanes([items], **sizes)
+
+
+def pack_lanes(
+    lanes: Sequence[Sequence[LaneItem]],
     *,
     lane_patches: int,
     patch_values: int,
@@ -91,43 +142,53 @@ def pack_lane(
     with_sizes: bool,
     drop_slot: int,
 ) -> EncodeBatch:
-    """Pack items into a lane, one after the other.
+    """Pack items into lanes, in each one after the other.
 
     Args:
-        features: For each item uint8[t*h*w, U], frame by frame, rows in raster order and the four
-            patches of a row together (the order of the Hugging Face processor); of video
-            uint8[t*h*w, 2 * U], the first frame of a time step and then the second.
-        grids: For each item its patches by (time, height, width).
-        slots: For each item int32[t*h*w // 4], arena row of each of its rows in that order.
-        lane_patches: N, at least the sum of `packed_patches`, a multiple of 64 with windows.
+        lanes: The items of each lane.
+        lane_patches: Patches of a lane, at least the sum of `packed_patches` of each, a multiple of
+            64 with windows.
         patch_values: U, values of one patch of one frame.
         window_patches: Patches of a full window; 0 for a family without windows.
         with_sizes: Tell each patch the size of its frame, for learned positions.
         drop_slot: Slot of padding rows, out of the arena's range.
     """
-    any_later = any(item.shape[1] > patch_values for item in features)
-    lane = EncodeBatch(
-        patches=np.zeros((lane_patches, patch_values), np.uint8),
-        later=np.zeros((lane_patches, patch_values), np.uint8) if any_later else None,
-        coords=np.zeros((lane_patches, 2), np.int32),
-        segment=np.full(lane_patches, -1, np.int32),
-        window=np.full(lane_patches, -1, np.int32) if window_patches else None,
-        sizes=np.zeros((lane_patches, 2), np.int32) if with_sizes else None,
-        slots=np.full(lane_patches // MERGED_PATCHES, drop_slot, np.int32),
-        num_patches=sum(t * h * w for t, h, w in grids),
+    items = [item for lane in lanes for item in lane]
+    any_later = any(item.features.shape[1] > patch_values for item in items)
+    count = len(lanes) * lane_patches
+    batch = EncodeBatch(
+        patches=np.zeros((count, patch_values), np.uint8),
+        later=np.zeros((count, patch_values), np.uint8) if any_later else None,
+        coords=np.zeros((count, 2), np.int32),
+        segment=np.full(count, -1, np.int32),
+        window=np.full(count, -1, np.int32) if window_patches else None,
+        sizes=np.zeros((count, 2), np.int32) if with_sizes else None,
+        slots=np.full(count // MERGED_PATCHES, drop_slot, np.int32),
+        num_patches=sum(t * h * w for t, h, w in (item.grid for item in items)),
     )
-    start = segment = 0
-    for item, (t, h, w), item_slots in zip(features, grids, slots, strict=True):
+    for index, lane in enumerate(lanes):
+        end = _write_lane(batch, index * lane_patches, lane, window_patches)
+        assert end <= (index + 1) * lane_patches, "items exceed the lane"
+    return batch
+
+
+def _write_lane(
+    batch: EncodeBatch, start: int, lane: Sequence[LaneItem], window_patches: int
+) -> int:
+    """Write a lane's items from patch `start` on; the patch after the last."""
+    segment = 0
+    for item in lane:
+        t, h, w = item.grid
         layout = _layout(h, w, window_patches)
-        frames = item.reshape(t, h * w, -1)
-        for frame, frame_slots in zip(frames, item_slots.reshape(t, -1), strict=True):
-            assert start + layout.num_patches <= lane_patches, "items exceed the lane"
-            _write_frame(lane, start, segment, layout, frame, frame_slots)
-            if lane.sizes is not None:
-                lane.sizes[start : start + layout.num_patches] = (h, w)
+        frames = item.features.reshape(t, h * w, -1)
+        for frame, frame_slots in zip(frames, item.slots.reshape(t, -1), strict=True):
+            assert start + layout.num_patches <= len(batch.patches), "items exceed the lane"
+            _write_frame(batch, start, segment, layout, frame, frame_slots)
+            if batch.sizes is not None:
+                batch.sizes[start : start + layout.num_patches] = (h, w)
             start += layout.num_patches
             segment += 1
-    return lane
+    return start
 
 
 def _write_frame(

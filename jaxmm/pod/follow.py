@@ -23,7 +23,7 @@ from jaxmm.pod.followers import DONE, LOADING_SECONDS
 from jaxmm.pod.join import meet, part
 from jaxmm.pod.lead import chained
 from jaxmm.pod.messages import Kind, unpack_arrays, unpack_step
-from jaxmm.start import load_runner, settle_basis
+from jaxmm.start import load_runners, settle_basis
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def follow(config: EngineConfig) -> None:
     channel.set_timeout(LOADING_SECONDS)
     follower = _Follower(channel, config.pod.silence_seconds)
     ledger = CompileLedger(config.on_recompile)
-    runner = load_runner(config, basis, ledger)
+    (runner,) = load_runners(config, basis, ledger)
     runner.settle()
     channel.send(Kind.READY)
     logger.info("following process=%d of=%d", jax.process_index(), jax.process_count())

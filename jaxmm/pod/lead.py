@@ -57,17 +57,17 @@ class PodRunner:
         """Wait for executables that are still being read from the cache."""
         self._runner.settle()
 
-    def encode(self, lane: EncodeBatch) -> None:
-        """Encode a lane into the arena; each host gets the patches of its own chips."""
-        small = pack_arrays((lane.coords, lane.segment, lane.window, lane.sizes, lane.slots))
-        frames = [lane.patches] if lane.later is None else [lane.patches, lane.later]
-        head = np.array([*lane.patches.shape, lane.num_patches, len(frames)], np.int64)
-        for process_id, rows in self._runner.patch_rows(lane.patches.shape).items():
+    def encode(self, lanes: EncodeBatch) -> None:
+        """Encode a lane on each chip; each host gets the patches of its own chips."""
+        small = pack_arrays((lanes.coords, lanes.segment, lanes.window, lanes.sizes, lanes.slots))
+        frames = [lanes.patches] if lanes.later is None else [lanes.patches, lanes.later]
+        head = np.array([*lanes.patches.shape, lanes.num_patches, len(frames)], np.int64)
+        for process_id, rows in self._runner.patch_rows(lanes.patches.shape).items():
             if process_id != jax.process_index():
                 parts = pack_arrays((head, *(frame[r] for frame in frames for r in rows)))
                 size = np.int64(sum(map(len, parts))).tobytes()
                 self._followers.tell_one(process_id, Kind.ENCODE, [size, *parts, *small])
-        self._guarded(lambda: self._runner.encode(lane))
+        self._guarded(lambda: self._runner.encode(lanes))
 
     def upload(self, rows: npt.NDArray[np.float32], slots: npt.NDArray[np.int32]) -> None:
         """Put rows that a caller gave, float32[M, D], into the arena's slots, however many."""

@@ -4,7 +4,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmm.host.lanes import EncodeBatch, Grid, pack_lane, packed_patches
+from jaxmm.host.lanes import (
+    EncodeBatch,
+    Grid,
+    LaneItem,
+    pack_lane,
+    pack_lanes,
+    packed_patches,
+    spread,
+)
 
 WINDOW = 64
 DROP = 10_000
@@ -150,3 +158,42 @@ def test_second_frames_lie_where_their_first_ones_do(
     is_moving = first[:, 0] == moving
     np.testing.assert_array_equal(second[is_moving], 255 - first[is_moving])
     np.testing.assert_array_equal(second[~is_moving], first[~is_moving])
+
+
+@given(
+    sizes=st.lists(st.integers(1, 8), max_size=20),
+    num_lanes=st.integers(1, 4),
+)
+def test_every_item_gets_into_one_lane_and_no_lane_overflows(
+    sizes: list[int], num_lanes: int
+) -> None:
+    rounds = spread(sizes, num_lanes, 8)
+    assert sorted(i for lanes in rounds for lane in lanes for i in lane) == list(range(len(sizes)))
+    for lanes in rounds:
+        assert len(lanes) == num_lanes
+        assert all(sum(sizes[i] for i in lane) <= 8 for lane in lanes)
+    if len(rounds) == 1:  # to the emptiest lane: none is ahead of another by more than one item
+        totals = [sum(sizes[i] for i in lane) for lane in rounds[0]]
+        assert max(totals) - min(totals) <= max(sizes)
+
+
+@given(first=lanes, second=lanes, window_patches=st.sampled_from([0, WINDOW]))
+def test_lanes_behind_each_other_are_those_packed_alone(
+    first: list[Grid], second: list[Grid], window_patches: int
+) -> None:
+    common = {"patch_values": 4, "window_patches": window_patches, "drop_slot": DROP}
+    room = [sum(packed_patches(g, window_patches) for g in lane) for lane in (first, second)]
+    sizes = {**common, "with_sizes": True, "lane_patches": max(room) + WINDOW}
+    packed = [
+        [
+            LaneItem(labelled_patches(g, i), g, np.arange(g[0] * g[1] * g[2] // 4, dtype=np.int32))
+            for i, g in enumerate(lane)
+        ]
+        for lane in (first, second)
+    ]
+    both = pack_lanes(packed, **sizes)
+    alone = [pack_lanes([lane], **sizes) for lane in packed]
+    for name in ("patches", "coords", "segment", "sizes", "slots"):
+        parts = [getattr(batch, name) for batch in alone]
+        np.testing.assert_array_equal(getattr(both, name), np.concatenate(parts))
+    assert both.num_patches == sum(batch.num_patches for batch in alone)
