@@ -201,13 +201,13 @@ class _Unpickler(serialize_executable._JaxPjrtUnpickler):
     def __init__(self, serialized: bytes, devices: dict[int, jax.Device]) -> None:
         """Take the entry, and for each device in it the one to use in its place."""
         here = list(devices.values())
-        super().__init__(io.BytesIO(serialized), here[0].client, here)  # type: ignore[no-untyped-call]
+        super().__init__(io.BytesIO(serialized), here[0].client, here)
         self.devices_by_id = devices
 
     def persistent_load(self, pid: tuple[str, Any]) -> Any:
         moved = any(device.id != i for i, device in self.devices_by_id.items())
         if pid[0] != "exec" or not moved:
-            return super().persistent_load(pid)  # type: ignore[no-untyped-call]
+            return super().persistent_load(pid)
         ids = np.array([[device.id for device in self.devices_by_id.values()]])
         options = xla_client.CompileOptions()
         options.num_replicas, options.num_partitions = ids.shape

@@ -122,13 +122,11 @@ class Runner:
         patches = self._put(lanes.patches, LANES)
         # without video the second frames are never read: no second array crosses
         later = patches if lanes.later is None else self._put(lanes.later, LANES)
-        placed = Lane(
-            patches,
-            later,
-            self._put(np.bool_(lanes.later is not None)),
-            *self._put((lanes.coords, lanes.segment, lanes.window, lanes.sizes), LANES),
-            self._put(lanes.slots),
+        coords, segment, window, sizes = self._put(
+            (lanes.coords, lanes.segment, lanes.window, lanes.sizes), LANES
         )
+        any_later, slots = self._put((np.bool_(lanes.later is not None), lanes.slots))
+        placed = Lane(patches, later, any_later, coords, segment, window, sizes, slots)
         self._arena = run(self._params["vision"], self._arena, placed)
 
     def patch_rows(self, shape: tuple[int, ...]) -> dict[int, list[slice]]:

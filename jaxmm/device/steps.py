@@ -59,9 +59,9 @@ def _encode_step(
         with jax.named_scope("arena"):
             return write_rows(arena, rows_MX, lane.slot_M, implementation=backend.kernels)
 
-    specs = Lane(LANES, LANES, WHOLE, LANES, LANES, LANES, LANES, slot_M=WHOLE)
-    present = Lane(*(None if x is None else s for x, s in zip(lane, specs, strict=True)))
-    return backend.per_chip(encode, (WHOLE, WHOLE, present), WHOLE)(params, arena, lane)
+    present = {name: x for name, x in lane._asdict().items() if x is not None}
+    specs = lane._replace(**{name: LANES if "_N" in name else WHOLE for name in present})
+    return backend.per_chip(encode, (WHOLE, WHOLE, specs), WHOLE)(params, arena, lane)
 
 
 def _upload_step(

@@ -3,6 +3,7 @@
 A program of its own: the number of simulated devices is settled when JAX starts.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -81,6 +82,30 @@ def few_pages(on: Engine) -> Iterator[None]:
         on_loop(on, lambda pool=replica.pool, pages=pages: pool.release(pages))
 
 
+def conversations(on: Engine) -> dict[str, Any]:
+    """Two side by side: on which replicas they are kept after each turn, and what the second turn
+    and a request that goes on like the first one need not compute."""
+    short: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True}
+    with (
+        on.session("You know all about houses.") as one,
+        on.session("Painting is what you are good at.") as other,
+    ):
+        for chat in (one, other):
+            chat.send("what is it", picture(112, 84), **short)
+        kept = [len(replica.scheduler.pins) for replica in on.replicas]
+        cached = [chat.send("and now", **short).usage.cached_tokens for chat in (one, other)]
+        still = [len(replica.scheduler.pins) for replica in on.replicas]
+        same = request(other.messages, [picture(112, 84)])
+        expected = asyncio.run(on.cost(same)).cached_tokens
+        [found] = ask(on, same)
+    return {
+        "kept": (kept, still),
+        "cached": cached,
+        "cost": (expected, found.usage.cached_tokens),
+        "dropped": on_loop(on, lambda: sum(len(r.scheduler.pins) for r in on.replicas)),
+    }
+
+
 def report(family: Family, tensor_parallel: int, data_parallel: int) -> dict[str, Any]:
     """What was answered, and how it was served."""
     with make(family, tensor_parallel, data_parallel) as on:
@@ -89,12 +114,14 @@ def report(family: Family, tensor_parallel: int, data_parallel: int) -> dict[str
         with few_pages(on):
             load = under_load(on)
         after = quiet(on)
+        talks = conversations(on)
         stats = on.stats()
     return {
         "ids": [[list(c.token_ids) for c in r.completions] for r in first + load],
         "logprobs": [logprobs(result).tolist() for result in first],
         "cached": first[3].usage.cached_tokens,
         "finished": [replica.finished for replica in stats.replicas],
+        "talks": talks,
         "retracts": stats.retracts,
         "aborted": stats.aborted,
         # threads begin when they are first needed

@@ -58,6 +58,12 @@ def test_greedy_and_drawn_answers_equal_the_unsharded_ones(family: Family) -> No
         assert layout["aborted"] > 0
         assert layout["left"] == {}
         assert min(layout["finished"]) > 2  # every replica had its share
+        num_replicas, talks = len(layout["finished"]), layout["talks"]
+        # a conversation stays where it is kept; equals take turns
+        assert talks["kept"] == [[2 // num_replicas] * num_replicas] * 2
+        assert min(talks["cached"]) > 0
+        assert talks["cost"][0] == talks["cost"][1] > 0
+        assert talks["dropped"] == 0
     assert [len(layout["finished"]) for layout in split] == [1, 1, 2, 2]
 
 
