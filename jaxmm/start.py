@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from jaxmm.config import EngineConfig
 from jaxmm.device.backend import Backend, check_sizes, settle_backends, spread_kv_heads
 from jaxmm.device.executables import source_digest
 from jaxmm.device.ledger import CompileLedger
+from jaxmm.device.lowering import step_layout
 from jaxmm.device.runner import Runner
 from jaxmm.device.scratch import keep_scratch_memory
 from jaxmm.errors import ConfigError, ModelError, RequestError, SamplingError
@@ -47,6 +48,7 @@ from jaxmm.models.converted import is_converted, restore_params
 from jaxmm.models.loading import place_params
 from jaxmm.models.remote import fetch_small_files, is_remote
 from jaxmm.models.twin import text_is_bfloat16
+from jaxmm.pod.followers import Followers
 from jaxmm.pod.join import join, least, meet
 from jaxmm.pod.lead import PodRunner
 from jaxmm.request import SamplingParams
@@ -205,17 +207,20 @@ def settle_basis(config: EngineConfig) -> Basis:
     )
 
 
-def load_runners(config: EngineConfig, basis: Basis, ledger: CompileLedger) -> tuple[Runner, ...]:
-    """Make the executables and load the weights of each replica, both at once.
+def load_runners(config: EngineConfig, basis: Basis, ledger: CompileLedger) -> dict[int, Runner]:
+    """Make the executables and load the weights of each replica that has chips here, both at once.
 
     The weights are read once, and the executables compiled once: the other replicas get copies.
+
+    Returns:
+        By the replica's number.
 
     Raises:
         ModelError: The message names the tensor or key.
     """
     with _compiled_directory(config, basis) as directory:
-        first, *others = runners = tuple(
-            Runner(
+        runners = {
+            replica: Runner(
                 basis.model,
                 basis.sizes,
                 basis.dtype,
@@ -224,11 +229,13 @@ def load_runners(config: EngineConfig, basis: Basis, ledger: CompileLedger) -> t
                 compile_cache_dir=directory,
                 twin=_wants_twin(config, basis),
             )
-            for backend in basis.backends
-        )
+            for replica, backend in enumerate(basis.backends)
+            if jax.process_index() in backend.process_ids
+        }
+        first, *others = runners.values()
         with ThreadPoolExecutor(1, thread_name_prefix="jaxmm-load") as threads:
             weights = threads.submit(_load_weights, config, basis, first)
-            for runner in runners:
+            for runner in runners.values():
                 runner.warm_up(progress=config.progress)
             params = weights.result()
     first.place(params)
@@ -276,10 +283,9 @@ def build_parts(config: EngineConfig) -> tuple[Parts, ...]:
         words = threads.submit(_load_tokenizer, model, directory)
         here = load_runners(config, basis, ledger)
         tokenizer, grammars = words.result()
-    runners: tuple[Runner | PodRunner, ...] = here
     if followers is not None:
         followers.wait_ready()
-        runners = (PodRunner(here[0], followers),)
+    runners = _all_runners(basis, here, followers)
     decoder = DecodePool(
         processor,
         Limits(config.media.max_bytes, config.media.max_decode_pixels),
@@ -325,6 +331,27 @@ def build_parts(config: EngineConfig) -> tuple[Parts, ...]:
         ledger=ledger,
     )
     return tuple(_parts_of_replica(config, sizes, shared, runner) for runner in runners)
+
+
+def _all_runners(
+    basis: Basis, here: Mapping[int, Runner], followers: Followers | None
+) -> list[Runner | PodRunner]:
+    """A runner for each replica; one with chips of other processes tells those."""
+    runners: list[Runner | PodRunner] = []
+    for replica, backend in enumerate(basis.backends):
+        if followers is None or backend.process_ids == (jax.process_index(),):
+            runners.append(here[replica])
+            continue
+        runner = PodRunner(
+            here.get(replica),
+            followers,
+            replica=replica,
+            backend=backend,
+            layout=partial(step_layout, basis.sizes, basis.model.text.vocab_size),
+            num_executables=basis.sizes.buckets.num_executables,
+        )
+        runners.append(runner)
+    return runners
 
 
 def _parts_of_replica(

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxmm.device import sharding
 from jaxmm.device.sharding import WHOLE
 from jaxmm.errors import ConfigError
 from jaxmm.models.config import ModelConfig
@@ -41,6 +42,22 @@ class Backend:
     def devices(self) -> list[jax.Device]:
         """The chips, in the order of the mesh; without one the first."""
         return jax.local_devices()[:1] if self.mesh is None else list(self.mesh.devices.flat)
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Processes that have chips of it, in ascending order."""
+        return tuple(sorted({device.process_index for device in self.devices}))
+
+    def lane_rows(self, shape: tuple[int, ...]) -> dict[int, list[slice]]:
+        """Rows of the lanes' patches that the chips of each process take, by process id."""
+        placed = self.sharding(sharding.LANES)
+        assert placed is not None, "many processes have a mesh"
+        rows: dict[int, list[slice]] = {}
+        device: Any
+        for device, block in placed.devices_indices_map(shape).items():
+            start, stop, _ = block[0].indices(shape[0])
+            rows.setdefault(device.process_index, []).append(slice(start, stop))
+        return rows
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding | None:
         """The sharding of a spec; None without a mesh."""
@@ -195,15 +212,16 @@ def _settle_chips(tensor_parallel: int, data_parallel: int, model: ModelConfig) 
         raise ConfigError(f"{asked} and this machine has {there} {kind} device(s)")
     for rest in _rests(model, num_chips):
         raise ConfigError(f"tensor_parallel={num_chips} does not divide the model's {rest}")
-    if jax.process_count() > 1 and num_replicas > 1:
-        raise ConfigError(
-            f"{asked} on a pod of {jax.process_count()} processes: replicas of one engine are for "
-            "the chips of one host; start a server for each"
-        )
     if jax.process_count() > 1 and used != there:
         raise ConfigError(
             f"{asked} and the {jax.process_count()} processes of the pod have {there} chips; a pod "
             "uses all of them"
+        )
+    here = jax.local_device_count()
+    if num_replicas > 1 and here % num_chips and num_chips % here:
+        raise ConfigError(
+            f"{asked} and a process has {here} chips: a replica fills whole processes, or several "
+            "fill one"
         )
     if used < there:
         logger.warning(
@@ -240,9 +258,10 @@ def _mesh(num_chips: int, replica: int) -> Mesh:
     Chips that follow each other are neighbours, those of one host before those of the next.
     """
     start = replica * num_chips
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     return jax.make_mesh(
         (num_chips,),
         ("model",),
-        devices=jax.devices()[start : start + num_chips],
+        devices=devices[start : start + num_chips],
         axis_types=(jax.sharding.AxisType.Auto,),
     )

@@ -58,7 +58,7 @@ class Lowering:
             twin: The step of one token takes the decoder's `twin`.
         """
         self._vision = model.vision
-        self._row_width = model.text.row_width
+        self._row_width, self._vocab_size = model.text.row_width, model.text.vocab_size
         self._sizes = sizes
         self._backend = backend
         self.params: steps.Params = param_shapes(
@@ -93,9 +93,7 @@ class Lowering:
 
     def layout(self, num_tokens: int) -> StepLayout:
         """Layout of the smallest bucket with `num_tokens`."""
-        sizes = self._sizes
-        rung = sizes.buckets.step_tokens(num_tokens)
-        return StepLayout(rung, sizes.max_running, sizes.num_table_pages, self.masks.shape[1])
+        return step_layout(self._sizes, self._vocab_size, num_tokens)
 
     def all_steps(self) -> dict[Key, Lower]:
         """For each step and bucket, the function that lowers it."""
@@ -166,3 +164,10 @@ class Lowering:
 
     def _shape(self, *dims: int, dtype: DTypeLike = jnp.int32, spec: PartitionSpec = WHOLE) -> Any:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self._backend.sharding(spec))
+
+
+def step_layout(sizes: Sizes, vocab_size: int, num_tokens: int) -> StepLayout:
+    """Layout of the smallest bucket with `num_tokens`."""
+    rung = sizes.buckets.step_tokens(num_tokens)
+    words = mask_words(vocab_size)
+    return StepLayout(rung, sizes.max_running, sizes.num_table_pages, words)

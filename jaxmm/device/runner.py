@@ -58,7 +58,7 @@ class Runner:
         self._lowering = Lowering(model, sizes, dtype, backend, twin=twin)
         self._has_twin = twin
         self._sizes = sizes
-        self._backend = backend
+        self.backend = backend
         self._params: steps.Params = {}
         self._single: Any = None  # the text weights for a step of one token
         self._kv_pages = jax.tree.map(_zeros, self._lowering.kv_pages)
@@ -118,7 +118,7 @@ class Runner:
 
     def encode(self, lanes: EncodeBatch) -> None:
         """Encode a lane on each chip into the arena."""
-        run = self._executables["encode", len(lanes.patches) // self._backend.num_shards]
+        run = self._executables["encode", len(lanes.patches) // self.backend.num_shards]
         patches = self._put(lanes.patches, LANES)
         # without video the second frames are never read: no second array crosses
         later = patches if lanes.later is None else self._put(lanes.later, LANES)
@@ -128,19 +128,6 @@ class Runner:
         any_later, slots = self._put((np.bool_(lanes.later is not None), lanes.slots))
         placed = Lane(patches, later, any_later, coords, segment, window, sizes, slots)
         self._arena = run(self._params["vision"], self._arena, placed)
-
-    def patch_rows(self, shape: tuple[int, ...]) -> dict[int, list[slice]]:
-        """Rows of the lanes' patches that the chips of each process take, by process id."""
-        sharding = self._backend.sharding(LANES)
-        assert sharding is not None, "many processes have a mesh"
-        rows: dict[int, list[slice]] = {}
-        device: Any
-        for device, block in sharding.devices_indices_map(shape).items():
-            start, stop, _ = block[0].indices(shape[0])
-            mine = rows.setdefault(device.process_index, [])
-            if slice(start, stop) not in mine:
-                mine.append(slice(start, stop))
-        return rows
 
     def upload(self, rows: npt.NDArray[np.float32], slots: npt.NDArray[np.int32]) -> None:
         """Put rows that a caller gave, float32[M, D], into the arena's slots, however many."""
@@ -202,14 +189,14 @@ class Runner:
 
     def _put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
         """Send arrays to the chips; those of other processes get theirs from there."""
-        sharding = self._backend.sharding(spec)
+        sharding = self.backend.sharding(spec)
         if sharding is None or sharding.is_fully_addressable:
             return jax.device_put(tree, sharding)
         return jax.tree.map(partial(_own_parts, sharding=sharding), tree)
 
     def param_sharding(self, path: ParameterPath) -> NamedSharding | None:
         """Where the parameter at a path lies; None: on the one device."""
-        return self._backend.sharding(param_spec(path))
+        return self.backend.sharding(param_spec(path))
 
 
 def _wiring(backend: Backend) -> list[int]:
