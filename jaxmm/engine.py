@@ -26,6 +26,9 @@ from jaxmm.stats import EngineStats, stats_of
 
 logger = logging.getLogger(__name__)
 
+_HUNG_SECONDS = 5.0
+"""For the thread of an engine that was given up: its step may have been slow and not hung."""
+
 
 class Engine:
     """Serves requests with one model. Thread-safe; close it, or use it in a `with` block."""
@@ -49,9 +52,15 @@ class Engine:
         self.ledger = self._parts.ledger
         self.scheduler = self._parts.scheduler
         self._loop = Loop(self.replicas)
-        self._intake = Intake(self.replicas, self._loop, self.config.max_waiting)
+        self._intake = Intake(
+            self.replicas,
+            self._loop,
+            max_waiting=self.config.max_waiting,
+            pruning_rate=self.config.media.video_pruning_rate,
+        )
         self._closing = threading.Lock()
         self._closed = False
+        self._given_up = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="jaxmm-engine", daemon=True)
         self._thread.start()
@@ -184,6 +193,7 @@ class Engine:
                 replica.prefix_cache.clear()
                 replica.arena.clear()
             self._parts.media_map.clear()
+            self._parts.known_prunings.clear()
             done.set()
 
         self._loop.post(flush)
@@ -194,23 +204,33 @@ class Engine:
     def give_up(self, reason: str) -> None:
         """End all requests although the loop's thread does not come back, as from a hung device.
 
-        The engine is not healthy any more; its thread and memory go with the process.
+        The engine is not healthy any more; its thread and memory go with the process, unless the
+        thread does come back: then it ends, and `close` frees everything.
         """
-        self._failure = EngineStopped(reason)
+        self._failure = self._failure or EngineStopped(reason)
+        self._given_up = True
+        self._loop.stop()
         self._intake.end_all(self._stopped())
         self._loop.end_all(self._stopped())
 
     def close(self) -> None:
-        """End all requests with EngineStopped and free what the engine holds."""
+        """End all requests with EngineStopped and free what the engine holds.
+
+        An engine that was given up is waited for no longer than some seconds.
+        """
         with self._closing:
             if self._closed:
                 return
             self._closed = True
         self._intake.refuse_all(self._stopped())
         self._loop.stop()
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(_HUNG_SECONDS if self._given_up else None)
         self._intake.close()
+        if self._thread.is_alive():
+            logger.error("closed in a step that hangs: device memory goes with the process")
+            self._parts.decoder.close()
+            return
+        self._loop.close()
         for replica in self.replicas:
             replica.scheduler.pins.clear()
             replica.close()

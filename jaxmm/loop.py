@@ -15,6 +15,7 @@ from jaxmm.errors import EngineStopped, GrammarError, JaxmmError
 from jaxmm.host.item import Item
 from jaxmm.host.kept import Keep
 from jaxmm.host.router import Router
+from jaxmm.host.scoring import Scoring
 from jaxmm.host.sequence import Sequence, Status
 from jaxmm.replica import Replica
 from jaxmm.request import Delta
@@ -25,8 +26,8 @@ LoadFeatures = Callable[[Answer, Sequence, int], None]
 
 
 class Loop:
-    """Runs prepared requests to their ends. But for `post`, `stop` and `serves`, the methods are
-    called on the thread that is in `run`."""
+    """Runs prepared requests to their ends. But for `post`, `stop`, `serves` and `end_all`, the
+    methods are called on the thread that is in `run`."""
 
     def __init__(self, replicas: Several[Parts]) -> None:
         """Take the parts of each replica; `run` does the work."""
@@ -89,7 +90,7 @@ class Loop:
         try:
             home.scheduler.add(*answer.sequences)
         except JaxmmError as error:
-            del self._answers[answer.request.id]
+            self._answers.pop(answer.request.id, None)
             self._tell(answer, error)
             return
         self._router.note(chosen)
@@ -119,12 +120,23 @@ class Loop:
             home.scheduler.provide_features(sequence, index, item)
             home.stalled = False
 
+    def score(self, scoring: Scoring) -> None:
+        """Encode a video and compare its steps; it is told the scores on this thread."""
+        offers = [r.scheduler.offer_rows(scoring.steps, scoring.salt) for r in self._replicas]
+        home = self._replicas[self._router.best(offers)]
+        home.scheduler.scorings.add(scoring)
+        home.stalled = False
+
     def end_all(self, error: EngineStopped) -> None:
-        """End every request with an error; `run` has returned."""
-        answers = list(self._answers.values())
-        self._answers.clear()
-        self._homes.clear()
-        for answer in answers:
+        """End every request with an error, each once, whoever else calls this; for any thread.
+
+        `run` has returned, or is told to and hangs in a step.
+        """
+        while True:
+            try:
+                _, answer = self._answers.popitem()
+            except KeyError:
+                return
             answer.gone.set_result(None)
             self._tell(answer, error)
 
@@ -167,8 +179,9 @@ class Loop:
         dispatched = False
         if plan is not None:
             for sequence, index in plan.missing_features:
-                load_features(self._answers[sequence.request_id], sequence, index)
-            if plan.num_tokens:
+                if (answer := self._answer_of(sequence)) is not None:
+                    load_features(answer, sequence, index)
+            if plan.is_for_device:
                 replica.dispatch(plan)
                 dispatched = True
         if replica.readable and (replica.is_ahead or not dispatched):
@@ -177,12 +190,15 @@ class Loop:
             replica.stalled = True
 
     def _read(self, replica: Replica) -> None:
-        """Wait for a step's tokens, and pass them on."""
-        for sequence, token, logprob in replica.read():
-            if sequence.status is Status.FINISHED:
-                continue  # it stopped, or was aborted, while this step was on its way
+        """Wait for a step's tokens and scores, and pass them on."""
+        scores, tokens = replica.read()
+        for job, values in scores:
+            job.pair.scoring.take(job.pair.step, values)
+        for sequence, token, logprob in tokens:
+            answer = self._answer_of(sequence)
+            if sequence.status is Status.FINISHED or answer is None:
+                continue  # it stopped, was aborted or given up while this step was on its way
             replica.scheduler.append(sequence, token)
-            answer = self._answers[sequence.request_id]
             try:
                 delta = answer.take(sequence, token, logprob)
             except GrammarError as error:
@@ -192,8 +208,8 @@ class Loop:
                 replica.scheduler.finish(sequence, delta.finish_reason)
                 self._keep(sequence, answer)
                 if answer.num_open == 0:
-                    del self._answers[answer.request.id]
-                    del self._homes[answer.request.id]
+                    self._answers.pop(answer.request.id, None)
+                    self._homes.pop(answer.request.id, None)
             self._tell(answer, delta)
         replica.stalled = False
 

@@ -4,11 +4,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jaxmm.dispatch import Dispatcher, Pending, Sampled
-from jaxmm.host.plan import Plan
+import numpy as np
+import numpy.typing as npt
+
+from jaxmm.dispatch import Dispatcher, Fetched, Pending, Sampled
+from jaxmm.host.plan import Plan, ScoreJob
 from jaxmm.start import Parts
+
+Scores = Iterator[tuple[ScoreJob, npt.NDArray[np.float32]]]
 
 _AHEAD = 1  # steps dispatched beyond the one whose tokens are read
 
@@ -17,7 +22,7 @@ class _Flight(NamedTuple):
     """A step on the device."""
 
     pending: Pending
-    fetched: "Future[Any] | None"
+    fetched: "Future[Fetched] | None"
     """What it sampled, when a thread waits for it; None: whoever reads it waits."""
 
 
@@ -97,13 +102,13 @@ class Replica:
             self._waiting_since = time.monotonic()
         self._flights.append(_Flight(pending, fetched))
 
-    def read(self) -> Iterator[Sampled]:
-        """Wait for the oldest step's tokens."""
+    def read(self) -> tuple[Scores, Iterator[Sampled]]:
+        """Wait for the oldest step's scores and tokens."""
         flight = self._flights.popleft()
         self._waiting_since = time.monotonic() if self._flights else None
-        if flight.fetched is None:
-            return self._dispatcher.read(flight.pending)
-        return self._dispatcher.sampled(flight.pending, flight.fetched.result())
+        pending, dispatcher = flight.pending, self._dispatcher
+        fetched = dispatcher.fetch(pending) if flight.fetched is None else flight.fetched.result()
+        return dispatcher.scored(pending, fetched), dispatcher.sampled(pending, fetched)
 
     def close(self) -> None:
         """End the thread that waits; the steps on their way have ended, or the process does."""

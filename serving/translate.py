@@ -70,7 +70,9 @@ def check_num_pictures(count: int, limit: int) -> None:
         BadBody: More than `limit`.
     """
     if count > limit:
-        message = f"the request has {count} images; the limit is {limit} (media.max_items)"
+        message = (
+            f"the request has {count} images and videos; the limit is {limit} (media.max_items)"
+        )
         raise BadBody(message, "messages")
 
 
@@ -101,6 +103,7 @@ def to_request(
         videos=videos_in(chat.messages, pictures),
         fps=chat.fps,
         num_frames=chat.num_frames,
+        video_pruning_rate=chat.video_pruning_rate,
         sampling=to_sampling(
             chat,
             vocab_size=served.tokenizer.vocab_size,

@@ -148,6 +148,8 @@ def model_obstacles(model: ModelConfig, dtype: DTypeLike) -> Iterator[str]:
     """What keeps the TPU kernels from running a model; nothing if they can."""
     if np.dtype(dtype).name not in ("float32", "bfloat16"):
         yield f"the kernels take float32 and bfloat16, not {np.dtype(dtype)}"
+    if model.text.latent is not None:
+        yield "they read keys and values, and this model keeps compressed rows in their place (MLA)"
     if model.text.width % LANES:
         yield f"a text width of {model.text.width} is no multiple of {LANES}"
     channels = model.vision.head_channels
@@ -201,7 +203,7 @@ def spread_kv_heads(model: ModelConfig, num_chips: int) -> ModelConfig:
 def _settle_chips(tensor_parallel: int, data_parallel: int, model: ModelConfig) -> tuple[int, int]:
     """Chips of a replica, and replicas; what neither takes is told, or refused on a pod."""
     there = jax.device_count()
-    num_chips = tensor_parallel or _most_chips(model, there // (data_parallel or 1))
+    num_chips = tensor_parallel or most_chips(model, there // (data_parallel or 1))
     num_replicas = data_parallel or max(1, there // num_chips)
     used = num_chips * num_replicas
     asked = f"tensor_parallel={num_chips}"
@@ -210,7 +212,7 @@ def _settle_chips(tensor_parallel: int, data_parallel: int, model: ModelConfig) 
     if used > there:
         kind = jax.devices()[0].platform
         raise ConfigError(f"{asked} and this machine has {there} {kind} device(s)")
-    for rest in _rests(model, num_chips):
+    for rest in rests(model, num_chips):
         raise ConfigError(f"tensor_parallel={num_chips} does not divide the model's {rest}")
     if jax.process_count() > 1 and used != there:
         raise ConfigError(
@@ -231,13 +233,13 @@ def _settle_chips(tensor_parallel: int, data_parallel: int, model: ModelConfig) 
     return num_chips, num_replicas
 
 
-def _most_chips(model: ModelConfig, there: int) -> int:
+def most_chips(model: ModelConfig, num_devices: int) -> int:
     """The most chips of those there are that a model can be split over."""
-    counts = range(1, max(1, there) + 1)
-    return max(n for n in counts if not any(_rests(model, n)))
+    counts = range(1, max(1, num_devices) + 1)
+    return max(n for n in counts if not any(rests(model, n)))
 
 
-def _rests(model: ModelConfig, num_chips: int) -> Iterator[str]:
+def rests(model: ModelConfig, num_chips: int) -> Iterator[str]:
     """What of a model cannot be split over so many chips."""
     text = model.text
     if text.num_kv_heads % num_chips and num_chips % text.num_kv_heads:
@@ -245,7 +247,7 @@ def _rests(model: ModelConfig, num_chips: int) -> Iterator[str]:
     for value, name in (
         (text.num_heads, "query heads"),
         (text.mlp_width, "MLP channels"),
-        (text.expert_width, "channels of an expert"),  # 0 without experts
+        (text.num_experts, "experts"),  # 0 without
         (text.vocab_size, "vocabulary entries"),
     ):
         if value % num_chips:

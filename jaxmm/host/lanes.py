@@ -1,6 +1,4 @@
-"""Packs the patches of several images into lanes that the encoder takes at once. Host only.
-
-A chip takes one lane; where the encoder runs on several, there is one for each, of one size.
+"""Packs the patches of several images into one lane that the encoder takes at once. Host only.
 
 Full attention needs to know which patches are of one image: `segment`. Window attention runs on
 blocks of 64 consecutive patches, so no window may cross a multiple of 64. A full window fills a
@@ -17,11 +15,11 @@ leave is padding (segment and window -1):
 All of that depends on the grid alone and is remembered for the grids seen last.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +50,8 @@ class EncodeBatch:
     sizes: npt.NDArray[np.int32] | None
     """int32[N, 2]: height and width of each patch's frame, in patches; None if not asked for."""
     slots: npt.NDArray[np.int32]
-    """int32[N // 4]: where each row goes in the arena; `drop_slot` for padding."""
+    """int32[M]: where each row goes in the arena; `drop_slot` for padding. Of pictures that are
+    taken whole M is N // 4."""
     num_patches: int
     """Patches that are not padding."""
 
@@ -84,25 +83,62 @@ def packed_patches(grid: Grid, window_patches: int) -> int:
     return t * (_layout(h, w, window_patches).num_patches if window_patches else h * w)
 
 
-class LaneItem(NamedTuple):
-    """An item on its way into a lane."""
+def pack_lane(
+    features: Sequence[npt.NDArray[np.uint8]],
+    grids: Sequence[Grid],
+    slots: Sequence[npt.NDArray[np.int32]],
+    *,
+    lane_patches: int,
+    patch_values: int,
+    window_patches: int,
+    with_sizes: bool,
+    drop_slot: int,
+) -> EncodeBatch:
+    """Pack items into a lane, one after the other.
 
-    features: npt.NDArray[np.uint8]
-    """uint8[t*h*w, U], frame by frame, rows in raster order and the four patches of a row together
-    (the order of the Hugging Face processor); of video uint8[t*h*w, 2 * U], the first frame of a
-    time step and then the second."""
-    grid: Grid
-    """Patches by (time, height, width)."""
-    slots: npt.NDArray[np.int32]
-    """int32[t*h*w // 4]: arena row of each of its rows in that order."""
+    Args:
+        features: For each item uint8[t*h*w, U], frame by frame, rows in raster order and the four
+            patches of a row together (the order of the Hugging Face processor); of video
+            uint8[t*h*w, 2 * U], the first frame of a time step and then the second.
+        grids: For each item its patches by (time, height, width).
+        slots: For each item int32[t*h*w // 4], arena row of each of its rows in that order.
+        lane_patches: N, at least the sum of `packed_patches`, a multiple of 64 with windows.
+        patch_values: U, values of one patch of one frame.
+        window_patches: Patches of a full window; 0 for a family without windows.
+        with_sizes: Tell each patch the size of its frame, for learned positions.
+        drop_slot: Slot of padding rows, out of the arena's range.
+    """
+    any_later = any(item.shape[1] > patch_values for item in features)
+    lane = EncodeBatch(
+        patches=np.zeros((lane_patches, patch_values), np.uint8),
+        later=np.zeros((lane_patches, patch_values), np.uint8) if any_later else None,
+        coords=np.zeros((lane_patches, 2), np.int32),
+        segment=np.full(lane_patches, -1, np.int32),
+        window=np.full(lane_patches, -1, np.int32) if window_patches else None,
+        sizes=np.zeros((lane_patches, 2), np.int32) if with_sizes else None,
+        slots=np.full(lane_patches // MERGED_PATCHES, drop_slot, np.int32),
+        num_patches=sum(t * h * w for t, h, w in grids),
+    )
+    start = segment = 0
+    for item, (t, h, w), item_slots in zip(features, grids, slots, strict=True):
+        layout = _layout(h, w, window_patches)
+        frames = item.reshape(t, h * w, -1)
+        for frame, frame_slots in zip(frames, item_slots.reshape(t, -1), strict=True):
+            assert start + layout.num_patches <= lane_patches, "items exceed the lane"
+            _write_frame(lane, start, segment, layout, frame, frame_slots)
+            if lane.sizes is not None:
+                lane.sizes[start : start + layout.num_patches] = (h, w)
+            start += layout.num_patches
+            segment += 1
+    return lane
 
 
 def spread(sizes: Sequence[int], num_lanes: int, capacity: int) -> list[list[list[int]]]:
     """Spread items over lanes, the largest first, each to the emptiest lane.
 
     Args:
-        sizes: Patches of each item (`packed_patches`), none over `capacity`.
-        num_lanes: Lanes that are encoded together.
+        sizes: Patches of each item, none over `capacity`.
+        num_lanes: Lanes that are encoded together, each on a chip of its own.
         capacity: Patches of a lane at most.
 
     Returns:
@@ -122,73 +158,27 @@ def spread(sizes: Sequence[int], num_lanes: int, capacity: int) -> list[list[lis
     return rounds
 
 
-def pack_lane(
-    features: Sequence[npt.NDArray[np.uint8]],
-    grids: Sequence[Grid],
-    slots: Sequence[npt.NDArray[np.int32]],
-    **sizes: Any,
-) -> EncodeBatch:
-    """Pack items into one lane; see `LaneItem` and `pack_lanes`."""
-    items = [LaneItem(*item) for item in zip(features, grids, slots, strict=True)]
-    return pack_lanes([items], **sizes)
+def join_lanes(lanes: Sequence[EncodeBatch]) -> EncodeBatch:
+    """Lay lanes of one size one behind the other, for as many chips."""
+    if len(lanes) == 1:
+        return lanes[0]
 
+    def join(arrays: Iterable[npt.NDArray[Any] | None]) -> Any:
+        there = [array for array in arrays if array is not None]
+        return np.concatenate(there) if there else None
 
-def pack_lanes(
-    lanes: Sequence[Sequence[LaneItem]],
-    *,
-    lane_patches: int,
-    patch_values: int,
-    window_patches: int,
-    with_sizes: bool,
-    drop_slot: int,
-) -> EncodeBatch:
-    """Pack items into lanes, in each one after the other.
-
-    Args:
-        lanes: The items of each lane.
-        lane_patches: Patches of a lane, at least the sum of `packed_patches` of each, a multiple of
-            64 with windows.
-        patch_values: U, values of one patch of one frame.
-        window_patches: Patches of a full window; 0 for a family without windows.
-        with_sizes: Tell each patch the size of its frame, for learned positions.
-        drop_slot: Slot of padding rows, out of the arena's range.
-    """
-    items = [item for lane in lanes for item in lane]
-    any_later = any(item.features.shape[1] > patch_values for item in items)
-    count = len(lanes) * lane_patches
-    batch = EncodeBatch(
-        patches=np.zeros((count, patch_values), np.uint8),
-        later=np.zeros((count, patch_values), np.uint8) if any_later else None,
-        coords=np.zeros((count, 2), np.int32),
-        segment=np.full(count, -1, np.int32),
-        window=np.full(count, -1, np.int32) if window_patches else None,
-        sizes=np.zeros((count, 2), np.int32) if with_sizes else None,
-        slots=np.full(count // MERGED_PATCHES, drop_slot, np.int32),
-        num_patches=sum(t * h * w for t, h, w in (item.grid for item in items)),
+    moving = any(lane.later is not None for lane in lanes)  # a still picture is twice the same
+    later = (lane.patches if lane.later is None else lane.later for lane in lanes)
+    return EncodeBatch(
+        patches=join(lane.patches for lane in lanes),
+        later=join(later) if moving else None,
+        coords=join(lane.coords for lane in lanes),
+        segment=join(lane.segment for lane in lanes),
+        window=join(lane.window for lane in lanes),
+        sizes=join(lane.sizes for lane in lanes),
+        slots=join(lane.slots for lane in lanes),
+        num_patches=sum(lane.num_patches for lane in lanes),
     )
-    for index, lane in enumerate(lanes):
-        end = _write_lane(batch, index * lane_patches, lane, window_patches)
-        assert end <= (index + 1) * lane_patches, "items exceed the lane"
-    return batch
-
-
-def _write_lane(
-    batch: EncodeBatch, start: int, lane: Sequence[LaneItem], window_patches: int
-) -> int:
-    """Write a lane's items from patch `start` on; the patch after the last."""
-    segment = 0
-    for item in lane:
-        t, h, w = item.grid
-        layout = _layout(h, w, window_patches)
-        frames = item.features.reshape(t, h * w, -1)
-        for frame, frame_slots in zip(frames, item.slots.reshape(t, -1), strict=True):
-            assert start + layout.num_patches <= len(batch.patches), "items exceed the lane"
-            _write_frame(batch, start, segment, layout, frame, frame_slots)
-            if batch.sizes is not None:
-                batch.sizes[start : start + layout.num_patches] = (h, w)
-            start += layout.num_patches
-            segment += 1
-    return start
 
 
 def _write_frame(

@@ -12,6 +12,7 @@ or held by a newer one that can be retracted.
 import dataclasses
 import logging
 from bisect import insort
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -26,6 +27,7 @@ from jaxmm.host.plan import Draft, Plan
 from jaxmm.host.prefix_cache import PrefixCache
 from jaxmm.host.residency import Residency
 from jaxmm.host.router import Offer
+from jaxmm.host.scoring import Scorings
 from jaxmm.host.sequence import Sequence, Status
 from jaxmm.host.sharing import is_being_computed, num_shared_soon, num_usable
 from jaxmm.host.staging import Shortage, ask_for_features, stage_chunk
@@ -73,7 +75,10 @@ class Scheduler:
         self._pool = pool
         self._cache = prefix_cache
         self._arena = arena
-        self.pins = Pins(prefix_cache, config.max_pinned_pages, config.max_sessions)
+        self.pins = Pins(
+            prefix_cache, config.max_pinned_pages, config.max_sessions, config.max_kept_bytes
+        )
+        self.scorings = Scorings(arena)
         self._residency = Residency(pool, prefix_cache, self.pins, arena, config.max_running)
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # in order of arrival
@@ -83,8 +88,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished; `plan` may still give None while one waits."""
-        return bool(self._requests)
+        """Whether any sequence is unfinished, or a video waits for its scores; `plan` may still
+        give None while one waits."""
+        return bool(self._requests or self.scorings)
 
     @property
     def num_running(self) -> int:
@@ -114,6 +120,11 @@ class Scheduler:
         )
         taken = len(self._running) + len(self._waiting)
         return Offer(cached + rows, self.num_ahead, taken >= self.config.max_running)
+
+    def offer_rows(self, items: Several[Item], salt: str) -> Offer:
+        """What there is for items that shall be encoded and compared; changes nothing."""
+        rows = sum(item.num_rows for item in items if RowKey.of(item, salt) in self._arena)
+        return Offer(rows, self.num_ahead, is_full=False)
 
     @property
     def num_ahead(self) -> int:
@@ -161,6 +172,7 @@ class Scheduler:
         for sequence in self._extended:
             if sequence.status is Status.RUNNING:
                 self._residency.settle(sequence)
+        self.scorings.settle()
         draft = Draft(
             tokens_left=self.config.max_step_tokens,
             patches_left=self.config.max_patches_per_step,
@@ -168,6 +180,7 @@ class Scheduler:
         )
         self._plan_decodes(draft)
         self._plan_chunks(draft)
+        self.scorings.plan(draft)
         self._plan_admissions(draft)
         self._extended = [chunk.sequence for chunk in draft.extends]
         plan = draft.build()
@@ -283,7 +296,7 @@ class Scheduler:
             while (  # if an older one gets on, rows will be passed without a retract
                 self._extend(sequence, draft) is Shortage.ROWS
                 and not draft.extends
-                and self._retract_for_rows(sequence)
+                and (self.scorings.yield_rows() or self._retract_for_rows(sequence))
             ):
                 pass
 

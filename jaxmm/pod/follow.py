@@ -5,13 +5,14 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
+from jaxmm.basis import settle_basis
 from jaxmm.config import EngineConfig
 from jaxmm.device.backend import Backend
 from jaxmm.device.ledger import CompileLedger
@@ -26,7 +27,7 @@ from jaxmm.pod.join import meet, part
 from jaxmm.pod.lead import chained
 from jaxmm.pod.messages import Kind, pack_arrays, unpack_arrays, unpack_step
 from jaxmm.pod.track import DONE, REPLICA
-from jaxmm.start import load_runners, settle_basis
+from jaxmm.start import load_runners
 
 logger = logging.getLogger(__name__)
 
@@ -129,15 +130,15 @@ class _Hand:
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._channel = channel
         self._replica = replica
-        # where process 0 has no chip of it, the first that has some tells the tokens
-        self._tells_tokens = backend.process_ids[0] == jax.process_index()
-        self._flying: queue.SimpleQueue[tuple[Sampled, bool] | None] = queue.SimpleQueue()
+        # where process 0 has no chip of it, the first that has some tells what it reads
+        self._tells_results = backend.process_ids[0] == jax.process_index()
+        self._flying: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._num_read = 0
         self._digest = b""
 
     def run(self, runner: Runner) -> None:
         """Do what comes, until the pod ends as it should."""
-        reader = threading.Thread(target=self._read_all, args=(runner,), name="jaxmm-read")
+        reader = threading.Thread(target=self._read_all, name="jaxmm-read")
         reader.start()
         while (message := self.inbox.get())[0] is not Kind.END:
             self._guarded(partial(self._do, runner, *message))
@@ -156,13 +157,18 @@ class _Hand:
     def _do(self, runner: Runner, kind: Kind, payload: bytes) -> None:
         if kind is Kind.STEP:
             batch = _batch(runner, payload)
-            self._flying.put((runner.step(batch), bool(batch["any_logprobs"])))
+            logprobs = bool(batch["any_logprobs"])
+            self._flying.put(partial(self._read, runner, runner.step(batch), logprobs))
         elif kind is Kind.ENCODE:
             runner.encode(_lane(runner, payload))
         elif kind is Kind.UPLOAD:
             rows, slots = unpack_arrays(payload)
             assert rows is not None and slots is not None
             runner.upload(rows, slots)
+        elif kind is Kind.SCORE:
+            before, after = unpack_arrays(payload)
+            assert before is not None and after is not None
+            self._flying.put(partial(self._read_scores, runner, runner.score(before, after)))
         elif kind is Kind.PRIME:
             slot, prompt_ids, output_ids, bias_ids, bias = unpack_arrays(payload)
             assert slot is not None and prompt_ids is not None and output_ids is not None
@@ -170,19 +176,26 @@ class _Hand:
             logit_bias = dict(zip(bias_ids.tolist(), bias.tolist(), strict=True))
             runner.prime(int(slot[0]), prompt_ids, output_ids, logit_bias)
 
-    def _read_all(self, runner: Runner) -> None:
-        """Wait for one step after the other, beside the thread that starts them."""
-        while (flight := self._flying.get()) is not None:
-            self._guarded(partial(self._read, runner, *flight))
+    def _read_all(self) -> None:
+        """Wait for one result after the other, beside the thread that starts them."""
+        while (read := self._flying.get()) is not None:
+            self._guarded(read)
+
+    def _tell(self, arrays: Sequence[Any]) -> None:
+        head = REPLICA.pack(self._replica)
+        values = [np.asarray(array) for array in arrays]
+        self._channel.send(Kind.RESULT, [head, *pack_arrays(values)])
+
+    def _read_scores(self, runner: Runner, scores: list[jax.Array]) -> None:
+        if self._tells_results:
+            self._tell([runner.read_scores(scores)])
 
     def _read(self, runner: Runner, sampled: Sampled, logprobs: bool) -> None:
         """Wait for a step, and tell process 0 what it gave."""
-        logprobs = logprobs and self._tells_tokens
+        logprobs = logprobs and self._tells_results
         fetched = runner.fetch(sampled, logprobs=logprobs)
-        if self._tells_tokens:
-            values = fetched if logprobs else (fetched.token_B,)
-            head = REPLICA.pack(self._replica)
-            self._channel.send(Kind.TOKENS, [head, *pack_arrays([np.asarray(v) for v in values])])
+        if self._tells_results:
+            self._tell(fetched if logprobs else (fetched.token_B,))
         self._digest = chained(self._digest, fetched.token_B)
         done = DONE.pack(self._replica, self._num_read, self._digest)
         self._channel.send(Kind.DONE, [done])

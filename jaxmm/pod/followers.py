@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from jaxmm.errors import PeerLost
 from jaxmm.pod.channel import Buffers, Channel
 from jaxmm.pod.messages import Kind
-from jaxmm.pod.track import DONE, REPLICA, OnTokens, Track
+from jaxmm.pod.track import DONE, REPLICA, OnResult, Track
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +74,12 @@ class Followers:
             listener(failure)
 
     def track(
-        self, replica: int, process_ids: Iterable[int], on_tokens: OnTokens | None = None
+        self, replica: int, process_ids: Iterable[int], on_result: OnResult | None = None
     ) -> Track:
         """The steps of a replica, on those of its processes that are followers; see `Track`."""
         names = {i: self._channels[i].name for i in process_ids if i in self._channels}
         track = self._tracks[replica] = Track(
-            replica, names, self.tell_one, self._end_for, on_tokens
+            replica, names, self.tell_one, self._end_for, on_result
         )
         return track
 
@@ -176,9 +176,9 @@ class Followers:
         elif kind is Kind.DONE:
             replica, step, digest = DONE.unpack(payload)
             self._tracks[replica].heard_done(process_id, step, digest)
-        elif kind is Kind.TOKENS:
+        elif kind is Kind.RESULT:
             (replica,) = REPLICA.unpack_from(payload)
-            self._tracks[replica].heard_tokens(payload[REPLICA.size :])
+            self._tracks[replica].heard_result(payload[REPLICA.size :])
         elif payload == b"\x01" and not self._leaving:
             self._leaving = True
             self._on_leave(self._channels[process_id].name)

@@ -9,6 +9,7 @@ import hashlib
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -65,15 +66,13 @@ class PodRunner:
         self.num_executables = num_executables
         self._num_steps = self._num_read = 0
         self._digest = b""
-        self._wanted: queue.SimpleQueue[tuple[Sampled, bool] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[Sampled | BaseException] = queue.SimpleQueue()
-        on_tokens = None if runner is not None else self._hear
-        self._track = followers.track(replica, backend.process_ids, on_tokens)
+        self._wanted: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        on_result = None if runner is not None else self._results.put
+        self._track = followers.track(replica, backend.process_ids, on_result)
         followers.on_failure(self._results.put)
         if runner is not None:
-            fetcher = threading.Thread(target=self._fetch, args=(runner,), daemon=True)
-            fetcher.name = "jaxmm-fetch"
-            fetcher.start()
+            threading.Thread(target=self._fetch, name="jaxmm-fetch", daemon=True).start()
 
     def settle(self) -> None:
         """Wait for executables that are still being read from the cache."""
@@ -96,6 +95,26 @@ class PodRunner:
         """Put rows that a caller gave, float32[M, D], into the arena's slots, however many."""
         self._track.tell(Kind.UPLOAD, pack_arrays((rows, slots)))
         self._here(lambda runner: runner.upload(rows, slots))
+
+    def score(
+        self, before: npt.NDArray[np.int32], after: npt.NDArray[np.int32]
+    ) -> list[jax.Array] | None:
+        """Compare arena rows pair by pair, however many; `read_scores` reads the result.
+
+        None where it lies on the chips of others.
+        """
+        self._track.tell(Kind.SCORE, pack_arrays((before, after)))
+        return self._here(lambda runner: runner.score(before, after))
+
+    def read_scores(self, scores: list[jax.Array] | None) -> npt.NDArray[np.float32]:
+        """Wait for what `score` gave.
+
+        Raises:
+            PeerLost: A host of the pod is gone or too slow.
+        """
+        result = self._read(lambda runner: runner.read_scores(scores or []))
+        read: npt.NDArray[np.float32] = result[0] if self._runner is None else result
+        return read
 
     def step(self, batch: StepBatch) -> Sampled | None:
         """Run a language step; the rows asked for come back in order, those after are filler.
@@ -135,15 +154,12 @@ class PodRunner:
         Raises:
             PeerLost: A host of the pod is gone, too slow, or came to other tokens.
         """
-        if sampled is not None:
-            self._wanted.put((sampled, logprobs))
-        result = self._results.get()
-        if isinstance(result, BaseException):
-            raise self._blame(result)
-        self._digest = chained(self._digest, result.token_B)
+        result = self._read(lambda runner: runner.fetch(sampled, logprobs=logprobs))
+        fetched: Sampled = _as_sampled(result) if self._runner is None else result
+        self._digest = chained(self._digest, fetched.token_B)
         self._track.finished(self._num_read, self._digest)
         self._num_read += 1
-        return result
+        return fetched
 
     def close(self) -> None:
         """Let the followers end, and stop what runs in the background."""
@@ -155,19 +171,21 @@ class PodRunner:
         if self._runner is not None:
             self._runner.close()
 
-    def _fetch(self, runner: Runner) -> None:
-        while (wanted := self._wanted.get()) is not None:
-            sampled, logprobs = wanted
+    def _read(self, read: Callable[[Any], Any]) -> Any:
+        """Read what the chips give, here or there, unless the pod ends meanwhile."""
+        if self._runner is not None:
+            self._wanted.put(partial(read, self._runner))
+        result = self._results.get()
+        if isinstance(result, BaseException):
+            raise self._blame(result)
+        return result
+
+    def _fetch(self) -> None:
+        while (read := self._wanted.get()) is not None:
             try:
-                self._results.put(runner.fetch(sampled, logprobs=logprobs))
+                self._results.put(read())
             except Exception as error:  # noqa: BLE001  # raised on the engine's thread
                 self._results.put(error)
-
-    def _hear(self, arrays: list[npt.NDArray[Any] | None]) -> None:
-        rest = [None] * (
-            len(Sampled._fields) - len(arrays)
-        )  # without logprobs there are tokens alone
-        self._results.put(Sampled(*arrays, *rest))  # type: ignore[arg-type]
 
     def _here(self, call: Callable[[Runner], _Result]) -> _Result | None:
         """Make a call of this process's runner, if there is one."""
@@ -183,6 +201,12 @@ class PodRunner:
         if isinstance(error, PeerLost):
             return error
         return self._followers.named(_NAMING_SECONDS) or error
+
+
+def _as_sampled(arrays: list[npt.NDArray[Any] | None]) -> Sampled:
+    """What another process has read; of logprobs that nobody wants it sends nothing."""
+    values: list[Any] = [*arrays, *[None] * (len(Sampled._fields) - len(arrays))]
+    return Sampled(*values)
 
 
 def chained(digest: bytes, token_B: Any) -> bytes:

@@ -35,8 +35,10 @@ class Kind(enum.IntEnum):
     """From a follower: a replica, a step's number, and the digest of all tokens up to it."""
     READY = 9
     """From a follower: it has its weights and executables. From process 0: all have."""
-    TOKENS = 10
-    """From a follower: a replica that process 0 has no chip of, and what its next step sampled."""
+    SCORE = 10
+    RESULT = 11
+    """From a follower: a replica that process 0 has no chip of, and what its next step sampled or
+    its next comparison gave."""
 
 
 def pack_step(

@@ -21,7 +21,7 @@ DONE = struct.Struct("<HQ16s")
 """A replica, a step's number from 0 up, and the digest of the tokens of all steps up to it."""
 
 TellOne = Callable[[int, Kind, Buffers], None]
-OnTokens = Callable[[list[npt.NDArray[Any] | None]], None]
+OnResult = Callable[[list[npt.NDArray[Any] | None]], None]
 
 
 class Track:
@@ -33,7 +33,7 @@ class Track:
         names: dict[int, str],
         tell_one: TellOne,
         fail: Callable[[PeerLost], None],
-        on_tokens: OnTokens | None = None,
+        on_result: OnResult | None = None,
     ) -> None:
         """Begin with no step.
 
@@ -42,13 +42,13 @@ class Track:
             names: Of its followers, by process id.
             tell_one: Sends one of them a frame.
             fail: Told that one came to other tokens, or is too slow.
-            on_tokens: Given what a step sampled, where process 0 has no chip of the replica.
+            on_result: Given what the followers read, where process 0 has no chip of the replica.
         """
         self._head = REPLICA.pack(replica)
         self._names = names
         self._tell_one = tell_one
         self._fail = fail
-        self._on_tokens = on_tokens
+        self._on_result = on_result
         self._lock = threading.Lock()
         self._began: dict[int, float] = {}
         self._expected: dict[int, bytes] = {}
@@ -93,10 +93,10 @@ class Track:
             wrong = self._compare(step)
         self._blame(wrong)
 
-    def heard_tokens(self, payload: bytes) -> None:
-        """Take what a follower has read of a step, behind the replica's number."""
-        assert self._on_tokens is not None, "process 0 reads the tokens of its own chips itself"
-        self._on_tokens(unpack_arrays(payload))
+    def heard_result(self, payload: bytes) -> None:
+        """Take what a follower has read, behind the replica's number."""
+        assert self._on_result is not None, "process 0 reads what its own chips give itself"
+        self._on_result(unpack_arrays(payload))
 
     def check_time(self, step_seconds: float) -> None:
         """Blame whoever has not finished a step in its time."""

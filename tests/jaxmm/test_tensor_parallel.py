@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec
 from jaxmm.config import EngineConfig, load_config
 from jaxmm.device.backend import (
     Backend,
-    _rests,
     check_sizes,
     model_obstacles,
+    rests,
     settle_backends,
 )
 from jaxmm.device.sharding import param_spec, spec_of
@@ -65,6 +65,16 @@ def test_greedy_and_drawn_answers_equal_the_unsharded_ones(family: Family) -> No
         assert talks["cost"][0] == talks["cost"][1] > 0
         assert talks["dropped"] == 0
     assert [len(layout["finished"]) for layout in split] == [1, 1, 2, 2]
+
+
+@pytest.mark.slow
+def test_answers_from_compressed_rows_equal_the_unsharded_ones() -> None:
+    """Every chip keeps the rows, and its own heads and experts read them."""
+    whole, split = serve("deepseek_vl2_noaux", "1x1", "2x2")
+    assert split["cached"] > 0
+    assert split["ids"] == whole["ids"]
+    for values, wanted in zip(split["logprobs"], whole["logprobs"], strict=True):
+        np.testing.assert_allclose(values, wanted, atol=LOGPROB_ATOL)
 
 
 def test_names_say_how_arrays_are_split() -> None:
@@ -116,9 +126,9 @@ def test_sizes_that_the_kernels_cannot_take_name_their_setting() -> None:
     check_sizes(Backend(), 4, 256, 2048, np.float32)
 
 
-def test_width_of_an_expert_must_divide_too() -> None:
+def test_experts_are_split_whole() -> None:
     model = read_config(checkpoint("qwen3_vl_moe"))
-    text = dataclasses.replace(model.text, expert_width=model.text.expert_width + 1)
+    text = dataclasses.replace(model.text, num_experts=model.text.num_experts + 1)
     odd = dataclasses.replace(model, text=text)
-    assert not list(_rests(model, 2))
-    assert list(_rests(odd, 2)) == [f"{text.expert_width} channels of an expert"]
+    assert not list(rests(model, 2))
+    assert list(rests(odd, 2)) == [f"{text.num_experts} experts"]

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from jaxmm.host.lanes import (
     EncodeBatch,
     Grid,
-    LaneItem,
+    join_lanes,
     pack_lane,
-    pack_lanes,
     packed_patches,
     spread,
 )
@@ -177,23 +176,14 @@ def test_every_item_gets_into_one_lane_and_no_lane_overflows(
         assert max(totals) - min(totals) <= max(sizes)
 
 
-@given(first=lanes, second=lanes, window_patches=st.sampled_from([0, WINDOW]))
-def test_lanes_behind_each_other_are_those_packed_alone(
-    first: list[Grid], second: list[Grid], window_patches: int
+@given(lane=lanes, window_patches=st.sampled_from([0, WINDOW]))
+def test_lanes_of_one_size_stay_what_they_are_behind_each_other(
+    lane: list[Grid], window_patches: int
 ) -> None:
-    common = {"patch_values": 4, "window_patches": window_patches, "drop_slot": DROP}
-    room = [sum(packed_patches(g, window_patches) for g in lane) for lane in (first, second)]
-    sizes = {**common, "with_sizes": True, "lane_patches": max(room) + WINDOW}
-    packed = [
-        [
-            LaneItem(labelled_patches(g, i), g, np.arange(g[0] * g[1] * g[2] // 4, dtype=np.int32))
-            for i, g in enumerate(lane)
-        ]
-        for lane in (first, second)
-    ]
-    both = pack_lanes(packed, **sizes)
-    alone = [pack_lanes([lane], **sizes) for lane in packed]
+    one, other = (pack(grids, window_patches) for grids in (lane, lane[::-1]))
+    both = join_lanes([one, other])
     for name in ("patches", "coords", "segment", "sizes", "slots"):
-        parts = [getattr(batch, name) for batch in alone]
+        parts = [getattr(one, name), getattr(other, name)]
         np.testing.assert_array_equal(getattr(both, name), np.concatenate(parts))
-    assert both.num_patches == sum(batch.num_patches for batch in alone)
+    assert both.num_patches == one.num_patches + other.num_patches
+    assert join_lanes([one]) is one

@@ -116,7 +116,7 @@ def test_a_replica_is_told_and_heard_on_its_own_processes_alone(played: Any) -> 
     assert others[0].told == [(Kind.STEP, REPLICA.pack(0) + b"a")]
     assert others[1].told == [(Kind.STEP, REPLICA.pack(1) + b"b")]
     tokens = np.arange(3, dtype=np.int32)
-    others[1].channel.send(Kind.TOKENS, [REPLICA.pack(1), *pack_arrays([tokens])])
+    others[1].channel.send(Kind.RESULT, [REPLICA.pack(1), *pack_arrays([tokens])])
     wait_for(lambda: heard)
     np.testing.assert_array_equal(heard[0][0], tokens)
 
