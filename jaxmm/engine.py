@@ -230,7 +230,7 @@ class Engine:
             logger.error("closed in a step that hangs: device memory goes with the process")
             self._parts.decoder.close()
             return
-        self._loop.close()
+        self._loop.close(wait=not self._given_up)
         for replica in self.replicas:
             replica.scheduler.pins.clear()
             replica.close()

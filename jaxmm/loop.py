@@ -70,10 +70,10 @@ class Loop:
                 self._turn(replica, load_features)
             self._turn_began = None
 
-    def close(self) -> None:
-        """Free what `run` needed; it has returned."""
+    def close(self, *, wait: bool) -> None:
+        """Free what `run` needed; it has returned. Without `wait`, no step is waited for."""
         for replica in self._replicas:
-            replica.close()
+            replica.close(wait=wait)
 
     def home_of(self, sequence: Sequence, keep: Any = None) -> Parts:
         """The replica that would serve a sequence that came now, as a turn of a conversation."""

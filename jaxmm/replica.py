@@ -110,7 +110,8 @@ class Replica:
         fetched = dispatcher.fetch(pending) if flight.fetched is None else flight.fetched.result()
         return dispatcher.scored(pending, fetched), dispatcher.sampled(pending, fetched)
 
-    def close(self) -> None:
-        """End the thread that waits; the steps on their way have ended, or the process does."""
+    def close(self, *, wait: bool) -> None:
+        """End the thread that waits, after the step on its way, or without waiting for one that
+        hangs."""
         if self._threads is not None:
-            self._threads.shutdown(wait=True, cancel_futures=True)
+            self._threads.shutdown(wait=wait, cancel_futures=True)
