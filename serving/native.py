@@ -41,12 +41,12 @@ class Native:
 
     async def tokenize(self, http: Request) -> dict[str, Any]:
         """Ids of a text or a conversation; an image is one placeholder id, however large."""
-        body = await read_body(http)
+        body = await read_body(http, self._offload)
         return await self._offload.run(len(body), self._tokenize, body)
 
     async def detokenize(self, http: Request) -> dict[str, Any]:
         """Text of ids; what is no UTF-8 becomes U+FFFD, ids beyond the vocabulary nothing."""
-        body = await read_body(http)
+        body = await read_body(http, self._offload)
         return await self._offload.run(len(body), self._detokenize, body)
 
     async def plan(self, http: Request) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Native:
 
     async def abort(self, http: Request) -> dict[str, Any]:
         """End an answer that is being made; its own client gets an error that says so."""
-        body = await read_body(http)
+        body = await read_body(http, self._offload)
         asked = await self._offload.run(len(body), parse, AbortRequest, body)
         if not self._completions.abort(http.state.tenant, asked.id):
             raise UnknownAnswer("no answer of this id is being made")
