@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from jaxmm.engine import Engine
     from jaxmm.errors import JaxmmError
     from jaxmm.host.grammar import json_grammar
+    from jaxmm.planner.plan import plan
+    from jaxmm.planner.result import Plan
     from jaxmm.request import Completion, Delta, Embeddings, Request, Result, SamplingParams, Usage
     from jaxmm.session import Session
 
@@ -29,9 +31,11 @@ _HOMES = {
     "Engine": "jaxmm.engine",
     "JaxmmError": "jaxmm.errors",
     "json_grammar": "jaxmm.host.grammar",
+    "plan": "jaxmm.planner.plan",
     "Completion": "jaxmm.request",
     "Delta": "jaxmm.request",
     "Embeddings": "jaxmm.request",
+    "Plan": "jaxmm.planner.result",
     "Request": "jaxmm.request",
     "Result": "jaxmm.request",
     "SamplingParams": "jaxmm.request",
@@ -47,6 +51,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "JaxmmError",
+    "Plan",
     "Request",
     "Result",
     "SamplingParams",
@@ -57,6 +62,7 @@ __all__ = [
     "generate",
     "json_grammar",
     "load_config",
+    "plan",
 ]
 
 

@@ -1,6 +1,6 @@
 """The engine as the server sees it, and how it is loaded. Host only."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from jaxmm.config import EngineConfig
@@ -98,6 +98,41 @@ def describe_buckets(config: EngineConfig) -> str:
     from jaxmm import basis  # brings jax
 
     return basis.describe_buckets(config)
+
+
+def describe_plan(
+    config: EngineConfig,
+    topology: str,
+    lengths: Sequence[int] | None,
+    *,
+    tensor_parallel: int,
+    suggest: bool,
+    show: Callable[[str], None],
+) -> None:
+    """Show what an engine of this config would take on TPUs that are not here.
+
+    Args:
+        lengths: Tokens of requests to count room for; None: some common ones.
+        tensor_parallel: Chips of a replica; 0: by the settings, or the best split.
+        suggest: Show all splits of the slice too.
+        show: Takes what is found, as it is found: the compiler works for a minute.
+
+    Raises:
+        ConfigError, ModelError: As `jaxmm.plan`.
+    """
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # a TPU of this machine stays free for others
+    from jaxmm.planner.plan import DEFAULT_LENGTHS, make_plan, read_question
+    from jaxmm.planner.splits import suggest as rank
+
+    question = read_question(config.model, topology, config)
+    lengths = tuple(lengths or DEFAULT_LENGTHS)
+    if suggest:
+        splits = rank(question, lengths[len(lengths) // 2])
+        show(str(splits) + "\n")
+        tensor_parallel = tensor_parallel or splits[0].tensor_parallel
+    show(str(make_plan(question, tensor_parallel=tensor_parallel, lengths=lengths)))
 
 
 def convert_model(model: str, out: str, dtype: str, *, progress: bool) -> None:

@@ -89,7 +89,7 @@ def settle_backend(
         ConfigError: What was asked for cannot run here; the text says why.
     """
     platform = jax.default_backend()
-    num_chips = tensor_parallel or _most_chips(model)
+    num_chips = tensor_parallel or most_chips(model, jax.device_count())
     if jax.process_count() > 1 and num_chips != jax.device_count():
         raise ConfigError(
             f"tensor_parallel={num_chips} and the {jax.process_count()} processes of the pod have "
@@ -115,6 +115,8 @@ def model_obstacles(model: ModelConfig, dtype: DTypeLike) -> Iterator[str]:
     """What keeps the TPU kernels from running a model; nothing if they can."""
     if np.dtype(dtype).name not in ("float32", "bfloat16"):
         yield f"the kernels take float32 and bfloat16, not {np.dtype(dtype)}"
+    if model.text.latent is not None:
+        yield "they read keys and values, and this model keeps compressed rows in their place (MLA)"
     if model.text.width % LANES:
         yield f"a text width of {model.text.width} is no multiple of {LANES}"
     channels = model.vision.head_channels
@@ -165,12 +167,12 @@ def spread_kv_heads(model: ModelConfig, num_chips: int) -> ModelConfig:
     return dataclasses.replace(model, text=spread)
 
 
-def _most_chips(model: ModelConfig) -> int:
+def most_chips(model: ModelConfig, num_devices: int) -> int:
     """The most chips of those there are that a model can be split over."""
-    return max(n for n in range(1, jax.device_count() + 1) if not any(_rests(model, n)))
+    return max(n for n in range(1, num_devices + 1) if not any(rests(model, n)))
 
 
-def _rests(model: ModelConfig, num_chips: int) -> Iterator[str]:
+def rests(model: ModelConfig, num_chips: int) -> Iterator[str]:
     """What of a model cannot be split over so many chips."""
     text = model.text
     if text.num_kv_heads % num_chips and num_chips % text.num_kv_heads:
@@ -178,7 +180,7 @@ def _rests(model: ModelConfig, num_chips: int) -> Iterator[str]:
     for value, name in (
         (text.num_heads, "query heads"),
         (text.mlp_width, "MLP channels"),
-        (text.expert_width, "channels of an expert"),  # 0 without experts
+        (text.num_experts, "experts"),  # 0 without
         (text.vocab_size, "vocabulary entries"),
     ):
         if value % num_chips:
@@ -193,7 +195,7 @@ def _mesh(num_chips: int, model: ModelConfig) -> Mesh:
             f"tensor_parallel={num_chips} and this machine has {len(devices)} "
             f"{devices[0].platform} device(s)"
         )
-    for rest in _rests(model, num_chips):
+    for rest in rests(model, num_chips):
         raise ConfigError(f"tensor_parallel={num_chips} does not divide the model's {rest}")
     return jax.make_mesh(
         (num_chips,),

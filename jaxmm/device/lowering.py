@@ -21,9 +21,9 @@ from jaxmm.device.sampling import init_state
 from jaxmm.device.sharding import PATCHES, WHOLE, param_spec
 from jaxmm.host.batch import StepLayout
 from jaxmm.host.grammar import mask_words
-from jaxmm.host.lanes import MERGED_PATCHES
 from jaxmm.models import family_module
 from jaxmm.models.config import ModelConfig
+from jaxmm.models.lane_forms import lane_rows
 from jaxmm.models.loading import param_shapes
 from jaxmm.models.twin import twin_shapes
 from jaxmm.request import MAX_LOGIT_BIAS
@@ -34,6 +34,10 @@ PRIME_IDS = 1024
 """Ids of a request's history that one prime step takes."""
 UPLOAD_ROWS = 256
 """Rows that one upload step takes: a piece is 1 to 4 MB, and filler costs no more than that."""
+
+
+SCORE_ROWS = 256
+"""Pairs of rows that one score step compares."""
 
 
 class Lowering:
@@ -58,6 +62,7 @@ class Lowering:
             twin: The step of one token takes the decoder's `twin`.
         """
         self._vision = model.vision
+        self._width = model.text.width
         self._row_width = model.text.row_width
         self._sizes = sizes
         self._backend = backend
@@ -99,7 +104,11 @@ class Lowering:
 
     def all_steps(self) -> dict[Key, Lower]:
         """For each step and bucket, the function that lowers it."""
-        lowers: dict[Key, Lower] = {("prime", 0): self.prime, ("upload", 0): self.upload}
+        lowers: dict[Key, Lower] = {
+            ("prime", 0): self.prime,
+            ("upload", 0): self.upload,
+            ("score", 0): self.score,
+        }
         for rung in self._sizes.buckets.tokens:
             lowers["language", rung] = partial(self.language, rung)
         for rung in self._sizes.buckets.patches:
@@ -136,7 +145,7 @@ class Lowering:
             segment_N=shape(rung),
             window_N=shape(rung) if vision.window_patches else None,
             size_N2=shape(rung, 2) if vision.position_side else None,
-            slot_M=shape(rung // MERGED_PATCHES),
+            slot_M=shape(lane_rows(rung, vision)),
         )
         return steps.encode_step.lower(
             self._encoder, self._backend, self.params["vision"], self.arena, lane
@@ -150,6 +159,11 @@ class Lowering:
             self._shape(UPLOAD_ROWS, self._row_width, dtype=jnp.float32),
             self._shape(UPLOAD_ROWS),
         )
+
+    def score(self) -> jax.stages.Lowered:
+        """Lower the score step."""
+        rows = self._shape(SCORE_ROWS)
+        return steps.score_step.lower(self._backend, self._width, self.arena, rows, rows)
 
     def prime(self) -> jax.stages.Lowered:
         """Lower the prime step."""

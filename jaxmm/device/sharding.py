@@ -2,7 +2,8 @@
 
 Every array name ends in its axis letters (`qkv_OD`), so a name says how the array is split. What is
 split over chips follows Megatron-LM (arXiv:1909.08053, section 3): heads, the MLP's inner width and
-the vocabulary; residuals are whole on every chip, and two sums a layer put them together.
+the vocabulary; of experts each chip has some, whole. Residuals are whole on every chip, and two
+sums a layer put them together.
 """
 
 from jax.sharding import PartitionSpec
@@ -13,6 +14,7 @@ MESH_AXIS = {
     "K": "model",  # KV heads
     "O": "model",  # outputs of the fused projection, grouped by KV head
     "V": "model",  # vocabulary
+    "Z": "model",  # experts
 }
 """Axis letter -> mesh axis; letters that are not here are whole on every chip."""
 

@@ -7,8 +7,8 @@ Needs libtpu and no TPU. A language step of 28 layers compiles for minutes.
 
 import argparse
 import time
-from collections import Counter
 
+from jaxmm.planner.compiler import chip_bytes, compile_step
 from tests import aot
 from tests.bench import step_cases
 
@@ -22,13 +22,12 @@ def main() -> None:
     args = parser.parse_args()
     model = step_cases.qwen2_5_vl_7b(args.layers, 32 if args.layers == 28 else 4)
     lowered_by, mesh = step_cases.lowering(model, args.topology, args.chips)
-    pools = step_cases.chip_bytes(lowered_by.kv_pages) / 2**30
+    pools = chip_bytes(lowered_by.kv_pages) / 2**30
     print(f"{args.chips} chips of {args.topology}; KV pools of {pools:.2f} GiB a chip", flush=True)
     for name in args.steps:
         step, _, size = name.partition(":")
         start = time.perf_counter()
-        compiled = step_cases.compile_step(lowered_by, mesh, step, int(size))
-        kinds = Counter(kind for kind, _ in compiled.collectives())
+        compiled = compile_step(lowered_by, mesh, (step, int(size)))
         gib = [
             n / 2**30
             for n in (compiled.argument_bytes, compiled.temporary_bytes, compiled.peak_bytes)
@@ -36,7 +35,8 @@ def main() -> None:
         print(
             f"{name:<14} arguments {gib[0]:.2f} temporaries {gib[1]:.3f} peak {gib[2]:.2f} GiB, "
             f"copies {aot.copied_bytes(compiled.hlo) / 2**20:.0f} MiB, "
-            f"{dict(kinds) or 'no collective'}, {time.perf_counter() - start:.0f} s",
+            f"{dict(compiled.num_collectives) or 'no collective'}, "
+            f"{time.perf_counter() - start:.0f} s",
             flush=True,
         )
 

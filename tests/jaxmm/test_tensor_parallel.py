@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 from jaxmm.config import EngineConfig, load_config
 from jaxmm.device.backend import (
     Backend,
-    _rests,
     check_sizes,
     model_obstacles,
+    rests,
     settle_backend,
 )
 from jaxmm.device.sharding import param_spec, spec_of
@@ -43,7 +43,7 @@ def sharded_answers(family: Family, *tensor_parallel: int) -> list[list]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe"])
 def test_greedy_and_drawn_answers_equal_the_unsharded_ones(family: Family) -> None:
     whole, *split = sharded_answers(family, 1, 2, 4, 2, 1)  # the last two from the compile cache
     for answers in [whole, *split]:
@@ -51,6 +51,16 @@ def test_greedy_and_drawn_answers_equal_the_unsharded_ones(family: Family) -> No
         for (ids, values, _), (wanted, wanted_values, _) in zip(answers, whole, strict=True):
             assert ids == wanted
             np.testing.assert_allclose(values, wanted_values, atol=LOGPROB_ATOL)
+
+
+@pytest.mark.slow
+def test_answers_from_compressed_rows_equal_the_unsharded_ones() -> None:
+    """Every chip keeps the rows, and its own heads and experts read them."""
+    whole, split = sharded_answers("deepseek_vl2_noaux", 1, 4)
+    assert split[3][2] > 0
+    for (ids, values, _), (wanted, wanted_values, _) in zip(split, whole, strict=True):
+        assert ids == wanted
+        np.testing.assert_allclose(values, wanted_values, atol=LOGPROB_ATOL)
 
 
 def test_names_say_how_arrays_are_split() -> None:
@@ -99,9 +109,9 @@ def test_sizes_that_the_kernels_cannot_take_name_their_setting() -> None:
     check_sizes(Backend(), 4, 256, 2048, np.float32)
 
 
-def test_width_of_an_expert_must_divide_too() -> None:
+def test_experts_are_split_whole() -> None:
     model = read_config(checkpoint("qwen3_vl_moe"))
-    text = dataclasses.replace(model.text, expert_width=model.text.expert_width + 1)
+    text = dataclasses.replace(model.text, num_experts=model.text.num_experts + 1)
     odd = dataclasses.replace(model, text=text)
-    assert not list(_rests(model, 2))
-    assert list(_rests(odd, 2)) == [f"{text.expert_width} channels of an expert"]
+    assert not list(rests(model, 2))
+    assert list(rests(odd, 2)) == [f"{text.num_experts} experts"]
