@@ -24,15 +24,22 @@ from serving.offload import Offload
 from serving.protocol import ChatRequest
 from serving.structured import tool_dicts
 from serving.translate import message_of
+from serving.worker import while_connected, within
 
 
 class Native:
     """Answers what is no answer of the model."""
 
     def __init__(
-        self, engine: ServedEngine, completions: Completions, served: Served, offload: Offload
+        self,
+        engine: ServedEngine,
+        completions: Completions,
+        served: Served,
+        offload: Offload,
+        deadline_seconds: float,
     ) -> None:
-        """Take the parts that it needs."""
+        """Take the parts that it needs, and the time that a plan may take."""
+        self._deadline_seconds = deadline_seconds
         self._engine = engine
         self._completions = completions
         self._offload = offload
@@ -52,7 +59,8 @@ class Native:
     async def plan(self, http: Request) -> dict[str, Any]:
         """What a request would cost now: tokens, buckets, padding, hits and pages."""
         _, [request] = await self._completions.prepare(http, self._plans)
-        return dataclasses.asdict(await self._engine.cost(request))
+        work = within(self._deadline_seconds, self._engine.cost(request))
+        return dataclasses.asdict(await while_connected(http.receive, work))
 
     async def flush_cache(self, http: Request) -> dict[str, Any]:
         """Forget all prefixes, encoded items and known files that no running request uses.
