@@ -92,7 +92,7 @@ def describe_buckets(config: EngineConfig) -> str:
 
 
 def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
-    processor = _load_processor(config, model, directory)
+    processor = load_processor(config, model, directory)
     # a family whose pictures all have one size has no limits to lower
     if config.media.max_pixels or jax.default_backend() != "cpu" or not processor.max_pixels:
         return processor
@@ -102,7 +102,7 @@ def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any
     )
 
 
-def _load_processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
+def load_processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
     """The family's own, or transformers' for a family that has none."""
     limits = {"min_pixels": config.media.min_pixels, "max_pixels": config.media.max_pixels}
     if has_module(model.family, "processor"):

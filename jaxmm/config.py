@@ -151,6 +151,9 @@ class MediaConfig:
     max_video_pixels: int = 0
     """Pixels of all frames of a video together, after resizing; 0: the checkpoint's, at most four
     times the largest picture's on CPU."""
+    video_pruning_rate: float = 0.0
+    """Share of a video's tokens that is dropped, those that change least from one time step to the
+    next, where the request does not say; 0: none (EVS, arXiv:2510.14624)."""
     workers: int = 0
     """Decoding processes; 0: one for each two cores, at least one."""
     timeout_seconds: float = 30.0
@@ -175,6 +178,7 @@ class MediaConfig:
             video_fps=(0.01, 60.0),
             max_frames=(1, 10_000),
             max_video_pixels=(1, 1 << 32),
+            video_pruning_rate=(0.0, 0.99),
             workers=(1, 256),
             timeout_seconds=(0.1, 3600.0),
             worker_memory_bytes=(64 << 20, 1 << 44),

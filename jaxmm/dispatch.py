@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxmm.host.batch import SampleRow, build_batch, sampled_rows
 from jaxmm.host.lanes import EncodeBatch
-from jaxmm.host.plan import EncodeJob, Plan
+from jaxmm.host.plan import EncodeJob, Plan, ScoreJob
 from jaxmm.host.sequence import Sequence as Generation
 from jaxmm.models.lane_forms import pack_items
 from jaxmm.request import TokenLogprob
@@ -16,11 +17,14 @@ from jaxmm.start import Parts
 
 
 class Pending(NamedTuple):
-    """A step on the device whose tokens have not been read."""
+    """A step on the device whose tokens and scores have not been read."""
 
     rows: list[SampleRow]
     sampled: Any
+    """None: no language step."""
     logprobs: bool
+    jobs: tuple[ScoreJob, ...]
+    scores: Any
 
 
 class Sampled(NamedTuple):
@@ -45,6 +49,9 @@ class Dispatcher:
                 runner.upload(job.item.embeddings, job.lease.slots)
         for jobs in self._lanes([job for job in plan.encodes if job.item.embeddings is None]):
             runner.encode(self._lane(jobs))
+        scores = self._score(plan.scores)
+        if plan.num_tokens == 0:
+            return Pending([], None, False, plan.scores, scores)
         self._prime(plan)
         layout = runner.layout(plan.num_tokens)
         batch = build_batch(
@@ -55,19 +62,42 @@ class Dispatcher:
             eos_ids=parts.eos_ids,
         )
         sampled = runner.step(batch)
-        pending = Pending(sampled_rows(plan), sampled, bool(batch["any_logprobs"]))
+        pending = Pending(
+            sampled_rows(plan), sampled, bool(batch["any_logprobs"]), plan.scores, scores
+        )
         parts.padding.add(plan.num_tokens, layout.num_tokens)
         parts.ledger.check(f"a step of {plan.num_tokens} tokens in bucket {layout.num_tokens}")
         return pending
 
     def read(self, pending: Pending) -> Iterator[Sampled]:
         """Wait for a step's tokens."""
+        if pending.sampled is None:
+            return
         fetched = self._parts.runner.fetch(pending.sampled, logprobs=pending.logprobs)
         tokens: list[int] = fetched.token_B[: len(pending.rows)].tolist()
         for r, (row, token) in enumerate(zip(pending.rows, tokens, strict=True)):
             wanted = row.sequence.sampling.logprobs
             logprob = None if wanted is None else _token_logprob(fetched, r, token, wanted)
             yield Sampled(row.sequence, token, logprob)
+
+    def read_scores(self, pending: Pending) -> Iterator[tuple[ScoreJob, npt.NDArray[np.float32]]]:
+        """Wait for a step's scores, float32[M] for each job."""
+        if not pending.jobs:
+            return
+        scores = self._parts.runner.read_scores(pending.scores)
+        start = 0
+        for job in pending.jobs:
+            yield job, scores[start : start + len(job.after)]
+            start += len(job.after)
+
+    def _score(self, jobs: Sequence[ScoreJob]) -> Any:
+        if not jobs:
+            return None
+        before, after = (
+            np.concatenate([job.before for job in jobs]),
+            np.concatenate([job.after for job in jobs]),
+        )
+        return self._parts.runner.score(before, after)
 
     def _lanes(self, jobs: Sequence[EncodeJob]) -> list[list[EncodeJob]]:
         """Split jobs so that each part fits the largest lane, in order."""

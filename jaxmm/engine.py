@@ -51,7 +51,12 @@ class Engine:
         self.ledger = self._parts.ledger
         self.scheduler = self._parts.scheduler
         self._loop = Loop(self._parts)
-        self._intake = Intake(self._parts, self._loop, self.config.max_waiting)
+        self._intake = Intake(
+            self._parts,
+            self._loop,
+            max_waiting=self.config.max_waiting,
+            pruning_rate=self.config.media.video_pruning_rate,
+        )
         self._closing = threading.Lock()
         self._closed = False
         self._given_up = False
@@ -177,6 +182,7 @@ class Engine:
             self._parts.prefix_cache.clear()
             self._parts.arena.clear()
             self._parts.media_map.clear()
+            self._parts.known_prunings.clear()
             done.set()
 
         self._loop.post(flush)

@@ -14,6 +14,7 @@ from jaxmm.dispatch import Dispatcher, Pending
 from jaxmm.errors import EngineStopped, GrammarError, JaxmmError
 from jaxmm.host.item import Item
 from jaxmm.host.kept import Keep
+from jaxmm.host.scoring import Scoring
 from jaxmm.host.sequence import Sequence, Status
 from jaxmm.request import Delta
 from jaxmm.start import Parts
@@ -101,6 +102,11 @@ class Loop:
             self._scheduler.provide_features(sequence, index, item)
             self._stalled = False
 
+    def score(self, scoring: Scoring) -> None:
+        """Encode a video and compare its steps; it is told the scores on this thread."""
+        self._scheduler.scorings.add(scoring)
+        self._stalled = False
+
     def end_all(self, error: EngineStopped) -> None:
         """End every request with an error, each once, whoever else calls this; for any thread.
 
@@ -145,7 +151,7 @@ class Loop:
             for sequence, index in plan.missing_features:
                 if (answer := self._answer_of(sequence)) is not None:
                     load_features(answer, sequence, index)
-            if plan.num_tokens:
+            if plan.is_for_device:
                 self._pending.append(self._dispatcher.dispatch(plan))
                 dispatched = True
         if self._pending and (len(self._pending) > _AHEAD or not dispatched):
@@ -154,7 +160,9 @@ class Loop:
             self._stalled = True
 
     def _read(self, pending: Pending) -> None:
-        """Wait for a step's tokens, and pass them on."""
+        """Wait for a step's tokens and scores, and pass them on."""
+        for job, scores in self._dispatcher.read_scores(pending):
+            job.pair.scoring.take(job.pair.step, scores)
         for sequence, token, logprob in self._dispatcher.read(pending):
             answer = self._answer_of(sequence)
             if sequence.status is Status.FINISHED or answer is None:

@@ -282,7 +282,7 @@ def describe(sizes: Sizes, packed: Callable[[int, int], int]) -> str:
     lines = [
         f"step tokens   {' '.join(map(str, buckets.tokens))}",
         f"lane patches  {' '.join(map(str, buckets.patches))}",
-        f"executables   {buckets.num_executables} (one a rung, for penalties, for given rows)",
+        f"executables   {buckets.num_executables} (one a rung, for penalties, given rows, pruning)",
         f"pages         {sizes.num_pages} of {sizes.page_size} tokens",
         f"arena         {sizes.num_rows} rows",
         "",

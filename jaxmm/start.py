@@ -33,6 +33,7 @@ from jaxmm.host.media_map import MediaMap
 from jaxmm.host.page_pool import PagePool
 from jaxmm.host.prefix_cache import PrefixCache
 from jaxmm.host.prepare import Preparer
+from jaxmm.host.pruning import KnownPrunings
 from jaxmm.host.scheduler import Scheduler
 from jaxmm.models import family_module, has_module
 from jaxmm.models.config import ModelConfig
@@ -81,6 +82,7 @@ class Parts:
     media_map: MediaMap
     decodes: Decodes
     preparer: Preparer
+    known_prunings: KnownPrunings
     pool: PagePool
     prefix_cache: PrefixCache
     arena: Arena
@@ -241,6 +243,7 @@ def _build(config: EngineConfig, basis: Basis, undo: contextlib.ExitStack) -> Pa
             video_id=None if model.video_token_id < 0 else model.video_token_id,
             encode_plain=tokenizer.encode_plain,
         ),
+        known_prunings=KnownPrunings(),
         pool=pool,
         prefix_cache=prefix_cache,
         arena=arena,

@@ -36,6 +36,10 @@ UPLOAD_ROWS = 256
 """Rows that one upload step takes: a piece is 1 to 4 MB, and filler costs no more than that."""
 
 
+SCORE_ROWS = 256
+"""Pairs of rows that one score step compares."""
+
+
 class Lowering:
     """The steps of one engine, and the shapes of what they take."""
 
@@ -58,6 +62,7 @@ class Lowering:
             twin: The step of one token takes the decoder's `twin`.
         """
         self._vision = model.vision
+        self._width = model.text.width
         self._row_width = model.text.row_width
         self._sizes = sizes
         self._backend = backend
@@ -99,7 +104,11 @@ class Lowering:
 
     def all_steps(self) -> dict[Key, Lower]:
         """For each step and bucket, the function that lowers it."""
-        lowers: dict[Key, Lower] = {("prime", 0): self.prime, ("upload", 0): self.upload}
+        lowers: dict[Key, Lower] = {
+            ("prime", 0): self.prime,
+            ("upload", 0): self.upload,
+            ("score", 0): self.score,
+        }
         for rung in self._sizes.buckets.tokens:
             lowers["language", rung] = partial(self.language, rung)
         for rung in self._sizes.buckets.patches:
@@ -150,6 +159,11 @@ class Lowering:
             self._shape(UPLOAD_ROWS, self._row_width, dtype=jnp.float32),
             self._shape(UPLOAD_ROWS),
         )
+
+    def score(self) -> jax.stages.Lowered:
+        """Lower the score step."""
+        rows = self._shape(SCORE_ROWS)
+        return steps.score_step.lower(self._backend, self._width, self.arena, rows, rows)
 
     def prime(self) -> jax.stages.Lowered:
         """Lower the prime step."""

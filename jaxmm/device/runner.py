@@ -15,7 +15,7 @@ from jaxmm.device.backend import Backend
 from jaxmm.device.executables import Executables
 from jaxmm.device.lane import Lane
 from jaxmm.device.ledger import CompileLedger
-from jaxmm.device.lowering import PRIME_IDS, UPLOAD_ROWS, Lowering, patch_spec
+from jaxmm.device.lowering import PRIME_IDS, SCORE_ROWS, UPLOAD_ROWS, Lowering, patch_spec
 from jaxmm.device.sampling import Sampled
 from jaxmm.device.sharding import WHOLE, param_spec
 from jaxmm.host.batch import StepBatch, StepLayout
@@ -149,6 +149,21 @@ class Runner:
             where = np.full(UPLOAD_ROWS, self._sizes.num_rows, np.int32)  # filler: the last row
             where[: len(part)] = slots[here]
             self._arena = run(self._arena, *self._put((padded, where)))
+
+    def score(self, before: npt.NDArray[np.int32], after: npt.NDArray[np.int32]) -> list[jax.Array]:
+        """Compare arena rows pair by pair, however many; `read_scores` reads the result."""
+        run = self._executables["score", 0]
+        scores: list[jax.Array] = []
+        for start in range(0, len(before), SCORE_ROWS):
+            pair = np.full((2, SCORE_ROWS), -1, np.int32)
+            stop = min(start + SCORE_ROWS, len(before))
+            pair[:, : stop - start] = before[start:stop], after[start:stop]
+            scores.append(run(self._arena, *self._put((pair[0], pair[1]))))
+        return scores
+
+    def read_scores(self, scores: list[jax.Array]) -> npt.NDArray[np.float32]:
+        """Wait for what `score` gave: float32, one for each pair, and filler."""
+        return np.concatenate(jax.device_get(scores))
 
     def step(self, batch: StepBatch) -> Sampled:
         """Run a language step; the rows asked for come back in order, those after are filler."""

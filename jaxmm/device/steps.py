@@ -1,4 +1,4 @@
-"""Every jit boundary of jaxmm: encode, upload, language and prime step. Traced.
+"""Every jit boundary of jaxmm: encode, upload, score, language and prime step. Traced.
 
 The steps are compiled ahead of time, one executable for each bucket, and called by bucket; a call
 can therefore never compile by accident. `Executables` keeps the executables and tells the ledger.
@@ -16,7 +16,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int32, UInt32
 
 from jaxmm.device.backend import Backend
-from jaxmm.device.image_rows import ImageRows
+from jaxmm.device.image_rows import ImageRows, change_of_rows
 from jaxmm.device.kv import KVPages, PagedAttention
 from jaxmm.device.lane import Lane
 from jaxmm.device.sampling import (
@@ -73,6 +73,20 @@ def _upload_step(
     """
     put = partial(write_rows, implementation=backend.kernels)
     return backend.per_chip(put, WHOLE, WHOLE)(arena, rows_MX, slot_M)
+
+
+def _score_step(
+    backend: Backend,
+    width: int,
+    arena: Float[Array, "R ..."],
+    before_M: Int32[Array, " M"],
+    after_M: Int32[Array, " M"],
+) -> Float[Array, " M"]:
+    """Compare rows of a video's steps; see `change_of_rows`.
+
+    Static: backend, width of the text. M is always the same; -1 is filler.
+    """
+    return backend.whole(change_of_rows(arena, before_M, after_M, width, backend))
 
 
 def _language_step(
@@ -221,6 +235,7 @@ encode_step = jax.jit(
     _encode_step, static_argnames=("encoder", "backend"), donate_argnames=("arena",)
 )
 upload_step = jax.jit(_upload_step, static_argnames=("backend",), donate_argnames=("arena",))
+score_step = jax.jit(_score_step, static_argnames=("backend", "width"))
 language_step = jax.jit(
     _language_step,
     static_argnames=("decoder", "backend", "layout"),

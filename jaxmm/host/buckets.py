@@ -119,5 +119,6 @@ class Buckets:
 
     @property
     def num_executables(self) -> int:
-        """Executables that warm-up makes: each rung of both ladders, prime and upload step."""
-        return len(self.tokens) + len(self.patches) + 2
+        """Executables that warm-up makes: each rung of both ladders, prime, upload
+        and score step."""
+        return len(self.tokens) + len(self.patches) + 3

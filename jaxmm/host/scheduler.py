@@ -25,6 +25,7 @@ from jaxmm.host.pins import Pins
 from jaxmm.host.plan import Draft, Plan
 from jaxmm.host.prefix_cache import PrefixCache
 from jaxmm.host.residency import Residency
+from jaxmm.host.scoring import Scorings
 from jaxmm.host.sequence import Sequence, Status
 from jaxmm.host.sharing import is_being_computed, num_usable
 from jaxmm.host.staging import Shortage, ask_for_features, stage_chunk
@@ -75,6 +76,7 @@ class Scheduler:
         self.pins = Pins(
             prefix_cache, config.max_pinned_pages, config.max_sessions, config.max_kept_bytes
         )
+        self.scorings = Scorings(arena)
         self._residency = Residency(pool, prefix_cache, self.pins, arena, config.max_running)
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # in order of arrival
@@ -84,8 +86,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished; `plan` may still give None while one waits."""
-        return bool(self._requests)
+        """Whether any sequence is unfinished, or a video waits for its scores; `plan` may still
+        give None while one waits."""
+        return bool(self._requests or self.scorings)
 
     @property
     def num_running(self) -> int:
@@ -136,6 +139,7 @@ class Scheduler:
         for sequence in self._extended:
             if sequence.status is Status.RUNNING:
                 self._residency.settle(sequence)
+        self.scorings.settle()
         draft = Draft(
             tokens_left=self.config.max_step_tokens,
             patches_left=self.config.max_patches_per_step,
@@ -143,6 +147,7 @@ class Scheduler:
         )
         self._plan_decodes(draft)
         self._plan_chunks(draft)
+        self.scorings.plan(draft)
         self._plan_admissions(draft)
         self._extended = [chunk.sequence for chunk in draft.extends]
         plan = draft.build()
@@ -258,7 +263,7 @@ class Scheduler:
             while (  # if an older one gets on, rows will be passed without a retract
                 self._extend(sequence, draft) is Shortage.ROWS
                 and not draft.extends
-                and self._retract_for_rows(sequence)
+                and (self.scorings.yield_rows() or self._retract_for_rows(sequence))
             ):
                 pass
 

@@ -115,6 +115,10 @@ class _Follower:
             rows, slots = unpack_arrays(payload)
             assert rows is not None and slots is not None
             runner.upload(rows, slots)
+        elif kind is Kind.SCORE:
+            before, after = unpack_arrays(payload)
+            assert before is not None and after is not None
+            runner.score(before, after)  # process 0 reads what it gives
         elif kind is Kind.PRIME:
             slot, prompt_ids, output_ids, bias_ids, bias = unpack_arrays(payload)
             assert slot is not None and prompt_ids is not None and output_ids is not None

@@ -39,8 +39,8 @@ class PodRunner:
         self._followers = followers
         self._num_steps = self._num_read = 0
         self._digest = b""
-        self._wanted: queue.SimpleQueue[tuple[Sampled, bool] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[Sampled | BaseException] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         followers.on_failure(self._results.put)
         self._fetcher = threading.Thread(target=self._fetch, name="jaxmm-fetch", daemon=True)
         self._fetcher.start()
@@ -73,6 +73,20 @@ class PodRunner:
         """Put rows that a caller gave, float32[M, D], into the arena's slots, however many."""
         self._followers.tell(Kind.UPLOAD, pack_arrays((rows, slots)))
         self._guarded(lambda: self._runner.upload(rows, slots))
+
+    def score(self, before: npt.NDArray[np.int32], after: npt.NDArray[np.int32]) -> list[jax.Array]:
+        """Compare arena rows pair by pair, however many; `read_scores` reads the result."""
+        self._followers.tell(Kind.SCORE, pack_arrays((before, after)))
+        return self._guarded(lambda: self._runner.score(before, after))
+
+    def read_scores(self, scores: list[jax.Array]) -> npt.NDArray[np.float32]:
+        """Wait for what `score` gave.
+
+        Raises:
+            PeerLost: A host of the pod is gone or too slow.
+        """
+        read: npt.NDArray[np.float32] = self._read(lambda: self._runner.read_scores(scores))
+        return read
 
     def step(self, batch: StepBatch) -> Sampled:
         """Run a language step; the rows asked for come back in order, those after are filler."""
@@ -109,10 +123,7 @@ class PodRunner:
         Raises:
             PeerLost: A host of the pod is gone, too slow, or came to other tokens.
         """
-        self._wanted.put((sampled, logprobs))
-        result = self._results.get()
-        if isinstance(result, BaseException):
-            raise self._blame(result)
+        result: Sampled = self._read(lambda: self._runner.fetch(sampled, logprobs=logprobs))
         self._digest = chained(self._digest, result.token_B)
         self._followers.finished(self._num_read, self._digest)
         self._num_read += 1
@@ -127,11 +138,18 @@ class PodRunner:
         self._followers.close()
         self._runner.close()
 
+    def _read(self, read: Callable[[], Any]) -> Any:
+        """Read what the chips give, unless the pod ends meanwhile."""
+        self._wanted.put(read)
+        result = self._results.get()
+        if isinstance(result, BaseException):
+            raise self._blame(result)
+        return result
+
     def _fetch(self) -> None:
-        while (wanted := self._wanted.get()) is not None:
-            sampled, logprobs = wanted
+        while (read := self._wanted.get()) is not None:
             try:
-                self._results.put(self._runner.fetch(sampled, logprobs=logprobs))
+                self._results.put(read())
             except Exception as error:  # noqa: BLE001  # raised on the engine's thread
                 self._results.put(error)
 

@@ -35,6 +35,7 @@ class Kind(enum.IntEnum):
     """From a follower: a step's number, and the digest of all tokens up to it."""
     READY = 9
     """From a follower: it has its weights and executables. From process 0: all have."""
+    SCORE = 10
 
 
 def pack_step(
