@@ -40,7 +40,8 @@ class Question:
 
     @property
     def itemsize(self) -> int:
-        return np.dtype(self.dtype).itemsize
+        size: int = np.dtype(self.dtype).itemsize
+        return size
 
     def settle(self, num_chips: int) -> Sizes:
         """Sizes of an engine whose model is split over so many of the chips.
