@@ -123,7 +123,8 @@ def describe_plan(
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # a TPU of this machine stays free for others
-    from jaxmm.planner.plan import DEFAULT_LENGTHS, make_plan, read_question
+    from jaxmm.planner.plan import DEFAULT_LENGTHS, make_plan
+    from jaxmm.planner.question import read_question
     from jaxmm.planner.splits import suggest as rank
 
     question = read_question(config.model, topology, config)
