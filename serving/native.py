@@ -14,6 +14,7 @@ from serving.completions import Completions, read_body
 from serving.engine import ServedEngine
 from serving.errors import Forbidden, UnknownAnswer
 from serving.generate import GenerateEndpoint
+from serving.lifting import lift
 from serving.native_protocol import (
     AbortRequest,
     DetokenizeRequest,
@@ -23,17 +24,24 @@ from serving.native_protocol import (
 from serving.offload import Offload
 from serving.protocol import ChatRequest
 from serving.structured import tool_dicts
-from serving.translate import message_of
+from serving.translate import message_of, urls_in
+from serving.worker import while_connected, within
 
 
 class Native:
     """Answers what is no answer of the model."""
 
     def __init__(
-        self, engine: ServedEngine, completions: Completions, served: Served, offload: Offload
+        self,
+        engine: ServedEngine,
+        completions: Completions,
+        served: Served,
+        offload: Offload,
+        deadline_seconds: float,
     ) -> None:
-        """Take the parts that it needs."""
+        """Take the parts that it needs; `deadline_seconds` is the time for a plan."""
         self._engine = engine
+        self._deadline_seconds = deadline_seconds
         self._completions = completions
         self._offload = offload
         self._tokenizer = served.tokenizer
@@ -52,7 +60,8 @@ class Native:
     async def plan(self, http: Request) -> dict[str, Any]:
         """What a request would cost now: tokens, buckets, padding, hits and pages."""
         _, [request] = await self._completions.prepare(http, self._plans)
-        return dataclasses.asdict(await self._engine.cost(request))
+        cost = within(self._deadline_seconds, self._engine.cost(request))
+        return dataclasses.asdict(await while_connected(http.receive, cost))
 
     async def flush_cache(self, http: Request) -> dict[str, Any]:
         """Forget all prefixes, encoded items and known files that no running request uses.
@@ -77,7 +86,7 @@ class Native:
         return {"status": "ok"}
 
     def _tokenize(self, body: bytearray) -> dict[str, Any]:
-        ids = self._encode(parse(TokenizeRequest, body))
+        ids = self._encode(_read_tokenize(body))
         return {"token_ids": ids, "count": len(ids)}
 
     def _detokenize(self, body: bytearray) -> dict[str, Any]:
@@ -92,6 +101,15 @@ class Native:
         messages = [message_of(message) for message in asked.messages or ()]
         ids = self._tokenizer.encode_chat(messages, tool_dicts(asked.tools or ())).ids
         return [int(i) for i in ids]
+
+
+def _read_tokenize(body: bytearray) -> TokenizeRequest:
+    """Read a body without the pictures in it, which nobody looks at; see `lifting`."""
+    lifted = lift(body)
+    asked = parse(TokenizeRequest, lifted.rest)
+    if lifted.put_back(urls_in(asked.messages or ())) is None:  # one of them is text
+        return parse(TokenizeRequest, body)
+    return asked
 
 
 class _PlanEndpoint:

@@ -108,13 +108,8 @@ class Pump:
     async def _run(
         self, engine: Streams, requests: Sequence[Request], deadline_seconds: float
     ) -> None:
-        try:
-            async with asyncio.timeout(deadline_seconds):
-                await _together([self._take(engine, request) for request in requests])
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"no complete answer in {deadline_seconds:g} s; ask for fewer tokens, or later"
-            ) from None
+        takes = _together([self._take(engine, request) for request in requests])
+        await within(deadline_seconds, takes)
 
     async def _take(self, engine: Streams, request: Request) -> None:
         async for delta in engine.astream(request):
@@ -124,6 +119,21 @@ class Pump:
             gathered.add(delta)
             self._gathered[key] = gathered
             self._changed.set()
+
+
+async def within(deadline_seconds: float, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Do `work`, and cancel it when it takes too long.
+
+    Raises:
+        DeadlineExceeded: It did.
+    """
+    try:
+        async with asyncio.timeout(deadline_seconds):
+            return await work
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"no complete answer in {deadline_seconds:g} s; ask for fewer tokens, or later"
+        ) from None
 
 
 async def _together(work: Sequence[Coroutine[Any, Any, None]]) -> None:

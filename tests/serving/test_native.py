@@ -1,5 +1,6 @@
 """jaxmm's own endpoints: generation as the engine takes it, tokens, plans, caches, aborts."""
 
+import asyncio
 import base64
 import json
 import re
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from serving.config import ServerConfig
 from serving.example import picture_uri
 from serving.metrics import CONTENT_TYPE
 from tests.fakes import FakeEngine
@@ -146,6 +148,19 @@ def test_a_conversation_is_tokenized_with_its_placeholders(url, engine):
     assert ids.count(engine.tokenizer.placeholder_id) == 1
 
 
+def test_pictures_of_a_conversation_are_not_counted_as_its_text(url, engine):
+    large = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (9 << 20)}}
+    plain = [{"role": "user", "content": [{"type": "image"}]}]
+    answer = post_to(url, "/tokenize", {"messages": [{"role": "user", "content": [large]}]})
+    assert answer.json()["token_ids"] == engine.tokenizer.encode_chat(plain).ids.tolist()
+
+
+def test_a_text_that_spells_a_picture_is_tokenized_as_it_is(url, engine):
+    text = "data:image/png;base64," + "A" * 5000
+    tokens = post_to(url, "/tokenize", {"text": text}).json()
+    assert tokens["token_ids"] == engine.tokenizer.encode_text(text).tolist()
+
+
 def test_special_tokens_are_shown_unless_they_are_skipped(url, engine):
     ids = post_to(url, "/tokenize", {"messages": ASK}).json()["token_ids"]
     assert "<|im_start|>" in post_to(url, "/detokenize", {"token_ids": ids}).json()["text"]
@@ -191,6 +206,35 @@ def test_a_plan_is_of_a_request_that_is_not_run(url, engine, body):
     assert plan["prompt_tokens"] > 0 and plan["images"] == []
     assert plan["max_output_tokens"] == body.get("max_tokens", 2048)
     assert (not engine.running and engine.num_tokens == 0) or len(engine.requests) == 1
+
+
+class Undecided(FakeEngine):
+    """Never says what a request costs."""
+
+    asked = ended = False
+
+    async def cost(self, request):
+        self.asked = True
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            self.ended = True
+
+
+def test_a_plan_has_a_deadline(tokenizer):
+    engine = Undecided(tokenizer)
+    with running(engine, ServerConfig(deadline_seconds=0.2)) as url:
+        answer = post_to(url, "/v1/plan", {"messages": ASK})
+        assert answer.status_code == 504 and engine.ended
+
+
+def test_a_plan_that_nobody_waits_for_is_ended(tokenizer):
+    engine = Undecided(tokenizer)
+    with running(engine) as url:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/plan", json={"messages": ASK}, timeout=0.5)
+        wait_until(lambda: engine.ended)
+        assert engine.asked
 
 
 def test_a_plan_of_a_wrong_request_is_refused_like_the_request(url):
