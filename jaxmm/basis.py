@@ -13,7 +13,7 @@ import numpy as np
 from jaxmm.config import EngineConfig
 from jaxmm.device.backend import Backend, check_sizes, settle_backend, spread_kv_heads
 from jaxmm.device.executables import source_digest
-from jaxmm.device.scratch import keep_scratch_memory
+from jaxmm.device.scratch import keep_scratch_memory, share_heap
 from jaxmm.errors import ModelError
 from jaxmm.host.identity import check_vocabulary
 from jaxmm.models import family_module, has_module, read_config
@@ -57,6 +57,7 @@ def settle_basis(config: EngineConfig) -> Basis:
     Raises:
         ConfigError, ModelError: The message names the setting or key.
     """
+    share_heap()  # before the first use of a device starts its threads
     join(config)
     if jax.default_backend() == "cpu" and not keep_scratch_memory():
         logger.info("the C library keeps no scratch memory: steps clear theirs anew")

@@ -109,6 +109,9 @@ class BucketConfig:
     """Lowest rung of step tokens."""
     min_lane_patches: int = 0
     """Lowest rung of encode patches; 0: 256."""
+    rehearse: bool = True
+    """On a CPU: run each small step once while there is nothing else to do. XLA prepares a step's
+    products at its first run, for which the first request of that size would wait 0.3 s."""
 
     def __post_init__(self) -> None:
         _check(

@@ -33,6 +33,7 @@ class Loop:
         """Take the parts; `run` does the work."""
         self._scheduler = parts.scheduler
         self._dispatcher = Dispatcher(parts)
+        self._rehearsal = parts.rehearsal
         self._answers: dict[str, Answer] = {}
         self._pending: deque[Pending] = deque()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -122,15 +123,26 @@ class Loop:
 
     def _take_inbox(self) -> None:
         """Do what other threads asked for; with nothing to compute, wait for that, or until a
-        conversation expires."""
+        conversation expires or a rehearsal is due."""
         idle = not self._pending and not self._plannable
         while True:
             try:
-                action = self._inbox.get(block=idle, timeout=self._scheduler.pins.seconds_left)
+                action = self._inbox.get(block=idle, timeout=self._seconds_left)
             except queue.Empty:
+                if idle and not self._scheduler.has_work:
+                    self._rehearsal.go_on()
                 return
             action()
+            self._rehearsal.put_off()
             idle = False
+
+    @property
+    def _seconds_left(self) -> float | None:
+        """Time until something is to be done that no other thread asks for; None: never."""
+        times = [self._scheduler.pins.seconds_left]
+        if not self._scheduler.has_work:
+            times.append(self._rehearsal.seconds_left)
+        return min((seconds for seconds in times if seconds is not None), default=None)
 
     @property
     def _plannable(self) -> bool:

@@ -44,6 +44,7 @@ from jaxmm.models.twin import text_is_bfloat16
 from jaxmm.pod.followers import Followers
 from jaxmm.pod.join import meet
 from jaxmm.pod.lead import PodRunner
+from jaxmm.rehearsal import Rehearsal
 from jaxmm.request import SamplingParams
 from jaxmm.sizes import Sizes, has_room_for_twin
 
@@ -90,6 +91,7 @@ class Parts:
     runner: Runner | PodRunner
     ledger: CompileLedger
     padding: Padding
+    rehearsal: Rehearsal
 
     @property
     def placeholder_ids(self) -> tuple[int, int]:
@@ -223,6 +225,8 @@ def _build(config: EngineConfig, basis: Basis, undo: contextlib.ExitStack) -> Pa
     pool = PagePool(sizes.num_pages)
     prefix_cache = PrefixCache(pool, sizes.page_size, enabled=config.pages.prefix_cache)
     arena = Arena(sizes.num_rows, config.arena.page_rows)
+    # measured on a CPU alone; with followers each run would have to be theirs too
+    rehearses = config.buckets.rehearse and jax.default_backend() == "cpu" and followers is None
     return Parts(
         model=model,
         model_name=basis.directory.name,
@@ -251,6 +255,7 @@ def _build(config: EngineConfig, basis: Basis, undo: contextlib.ExitStack) -> Pa
         runner=runner if followers is None else PodRunner(runner, followers),
         ledger=ledger,
         padding=Padding(),
+        rehearsal=Rehearsal(runner if rehearses else None, sizes, model, pool),
     )
 
 

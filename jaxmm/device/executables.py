@@ -60,12 +60,22 @@ class Executables:
         self._fingerprint = fingerprint
         self._devices = devices
         self._table: dict[Key, Future[Executable]] = {}
+        self._used: set[Key] = set()
         # one thread: two that load executables take five times as long (LLVM's linker)
         self._restorer = ThreadPoolExecutor(1, thread_name_prefix="jaxmm-restore")
 
     def __getitem__(self, key: Key) -> Executable:
-        """The executable; waits where it is still being read from the cache."""
+        """The executable, to be run; waits where it is still being read from the cache."""
+        self._used.add(key)
         return self._table[key].result()
+
+    def was_used(self, key: Key) -> bool:
+        """Whether it was ever looked up."""
+        return key in self._used
+
+    def is_ready(self, key: Key) -> bool:
+        """Whether a lookup would not wait."""
+        return self._table[key].done()
 
     def __len__(self) -> int:
         return len(self._table)

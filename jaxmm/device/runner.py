@@ -111,6 +111,14 @@ class Runner:
     def num_executables(self) -> int:
         return len(self._executables)
 
+    def was_run(self, step: str, size: int) -> bool:
+        """Whether the executable of a bucket was ever run; `step` is "language" or "encode"."""
+        return self._executables.was_used((step, size))
+
+    def is_ready(self, step: str, size: int) -> bool:
+        """Whether the executable of a bucket is there, not still being read from the cache."""
+        return self._executables.is_ready((step, size))
+
     def encode(self, lane: EncodeBatch) -> None:
         """Encode a lane into the arena."""
         run = self._executables["encode", lane.patches.shape[0]]
