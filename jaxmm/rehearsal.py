@@ -11,9 +11,10 @@ import numpy as np
 
 from jaxmm.device.runner import Runner
 from jaxmm.host.batch import StepBatch
-from jaxmm.host.lanes import MERGE_SIZE, MERGED_PATCHES, EncodeBatch
+from jaxmm.host.lanes import MERGE_SIZE, EncodeBatch
 from jaxmm.host.page_pool import PagePool
 from jaxmm.models.config import ModelConfig
+from jaxmm.models.lane_forms import pack_items
 from jaxmm.sizes import Sizes
 
 MAX_TOKENS, MAX_PATCHES = 512, 2048
@@ -34,7 +35,7 @@ class Rehearsal:
         """Plan all rehearsals, the smallest first, as executables are read; without a runner none.
 
         Args:
-            runner: Of an engine of one process.
+            runner: Of an engine of one device.
             sizes: Its sizes.
             model: Dimensions.
             pool: Lends a page for each rehearsal.
@@ -97,18 +98,14 @@ class Rehearsal:
         return batch
 
     def _lane(self, num_patches: int) -> EncodeBatch:
-        """One black picture that fills the lane."""
+        """A lane full of black patches that all belong together, whose rows nobody reads."""
         vision = self._model.vision
-        window = np.arange(num_patches, dtype=np.int32) // max(1, vision.window_patches)
-        grid = np.array([MERGE_SIZE, num_patches // MERGE_SIZE], np.int32)
-        sizes = np.tile(grid, (num_patches, 1))
-        return EncodeBatch(
-            patches=np.zeros((num_patches, vision.patch_values), np.uint8),
-            later=None,
-            coords=np.zeros((num_patches, 2), np.int32),
-            segment=np.zeros(num_patches, np.int32),
-            window=window if vision.window_patches else None,
-            sizes=sizes if vision.position_side else None,
-            slots=np.full(num_patches // MERGED_PATCHES, self._sizes.num_rows, np.int32),
-            num_patches=num_patches,
+        lane = pack_items(
+            [], [], [], vision, lane_patches=num_patches, drop_slot=self._sizes.num_rows
         )
+        lane.segment[:] = 0
+        if lane.window is not None:
+            lane.window[:] = np.arange(num_patches) // vision.window_patches
+        if lane.sizes is not None:
+            lane.sizes[:] = (MERGE_SIZE, num_patches // MERGE_SIZE)
+        return lane

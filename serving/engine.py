@@ -123,7 +123,7 @@ def describe_plan(
     """
     lengths = tuple(sorted(lengths or ()))
     if any(length < 1 for length in lengths):
-        raise ConfigError(f"length={min(lengths)} is below 1; give the tokens of a request, prompt and output")
+        raise ConfigError(f"length={min(lengths)} is below 1; it counts the tokens of a request")
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # a TPU of this machine stays free for others

@@ -39,9 +39,9 @@ class Native:
         offload: Offload,
         deadline_seconds: float,
     ) -> None:
-        """Take the parts that it needs; `deadline_seconds` is the time for a plan."""
-        self._engine = engine
+        """Take the parts that it needs, and the time that a plan may take."""
         self._deadline_seconds = deadline_seconds
+        self._engine = engine
         self._completions = completions
         self._offload = offload
         self._tokenizer = served.tokenizer
@@ -49,19 +49,19 @@ class Native:
 
     async def tokenize(self, http: Request) -> dict[str, Any]:
         """Ids of a text or a conversation; an image is one placeholder id, however large."""
-        body = await read_body(http)
+        body = await read_body(http, self._offload)
         return await self._offload.run(len(body), self._tokenize, body)
 
     async def detokenize(self, http: Request) -> dict[str, Any]:
         """Text of ids; what is no UTF-8 becomes U+FFFD, ids beyond the vocabulary nothing."""
-        body = await read_body(http)
+        body = await read_body(http, self._offload)
         return await self._offload.run(len(body), self._detokenize, body)
 
     async def plan(self, http: Request) -> dict[str, Any]:
         """What a request would cost now: tokens, buckets, padding, hits and pages."""
         _, [request] = await self._completions.prepare(http, self._plans)
-        cost = within(self._deadline_seconds, self._engine.cost(request))
-        return dataclasses.asdict(await while_connected(http.receive, cost))
+        work = within(self._deadline_seconds, self._engine.cost(request))
+        return dataclasses.asdict(await while_connected(http.receive, work))
 
     async def flush_cache(self, http: Request) -> dict[str, Any]:
         """Forget all prefixes, encoded items and known files that no running request uses.
@@ -79,7 +79,7 @@ class Native:
 
     async def abort(self, http: Request) -> dict[str, Any]:
         """End an answer that is being made; its own client gets an error that says so."""
-        body = await read_body(http)
+        body = await read_body(http, self._offload)
         asked = await self._offload.run(len(body), parse, AbortRequest, body)
         if not self._completions.abort(http.state.tenant, asked.id):
             raise UnknownAnswer("no answer of this id is being made")

@@ -120,7 +120,8 @@ def make_plan(
         raise ConfigError(f"tensor_parallel={num_chips} does not divide the model's {rest}")
     if num_chips > len(question.devices):
         raise ConfigError(
-            f"tensor_parallel={num_chips} and {topology} has {len(question.devices)} devices"
+            f"tensor_parallel={num_chips} and {question.topology} has "
+            f"{len(question.devices)} devices"
         )
     try:
         sizes = question.settle(num_chips)

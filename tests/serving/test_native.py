@@ -208,35 +208,6 @@ def test_a_plan_is_of_a_request_that_is_not_run(url, engine, body):
     assert (not engine.running and engine.num_tokens == 0) or len(engine.requests) == 1
 
 
-class Undecided(FakeEngine):
-    """Never says what a request costs."""
-
-    asked = ended = False
-
-    async def cost(self, request):
-        self.asked = True
-        try:
-            await asyncio.sleep(1000)
-        finally:
-            self.ended = True
-
-
-def test_a_plan_has_a_deadline(tokenizer):
-    engine = Undecided(tokenizer)
-    with running(engine, ServerConfig(deadline_seconds=0.2)) as url:
-        answer = post_to(url, "/v1/plan", {"messages": ASK})
-        assert answer.status_code == 504 and engine.ended
-
-
-def test_a_plan_that_nobody_waits_for_is_ended(tokenizer):
-    engine = Undecided(tokenizer)
-    with running(engine) as url:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/plan", json={"messages": ASK}, timeout=0.5)
-        wait_until(lambda: engine.ended)
-        assert engine.asked
-
-
 def test_a_plan_of_a_wrong_request_is_refused_like_the_request(url):
     assert post_to(url, "/v1/plan", {"messages": ASK, "max_tokens": 0}).status_code == 400
     assert post_to(url, "/v1/plan", {"messages": ASK, "model": "x"}).status_code == 404
@@ -298,3 +269,31 @@ def test_times_and_ends_are_counted(tokenizer):
     assert 'jaxmm_completions_total{finish_reason="stop"} 4.0' in text
     assert "jaxmm_request_seconds_count 2.0" in text
     assert 'jaxmm_cache_hits_total{cache="rows"} 2.0' in text
+
+
+class Planning(FakeEngine):
+    """Takes its time over a plan."""
+
+    async def cost(self, request):
+        self.running.add(request.id)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.aborted.append(request.id)
+            raise
+        finally:
+            self.running.discard(request.id)
+
+
+def test_a_plan_ends_with_its_deadline_and_with_its_client(tokenizer):
+    engine = Planning(tokenizer)
+    body = {"messages": ASK}
+    with running(engine, ServerConfig(deadline_seconds=1.0)) as url:
+        refused = post_to(url, "/v1/plan", body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert len(engine.aborted) == 1
+    with running(engine) as url:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/plan", json=body, timeout=2.0)
+        wait_until(lambda: len(engine.aborted) == 2)
+        assert not engine.running
