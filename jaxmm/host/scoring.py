@@ -101,10 +101,9 @@ class Scorings:
         for lease in self._used:
             self._arena.release(lease)
         self._used.clear()
-        for scoring in self._queue:
-            if scoring.is_gone():
-                self._let_go(scoring)
-        self._queue = deque(s for s in self._queue if not s.is_gone())
+        for scoring in [s for s in self._queue if s.is_gone()]:  # asked once: any thread may abort
+            self._let_go(scoring)
+            self._queue.remove(scoring)
 
     def yield_rows(self) -> bool:
         """Give up rows that are held between plans; False: there are none."""
