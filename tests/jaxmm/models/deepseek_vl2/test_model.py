@@ -259,6 +259,18 @@ def test_settings_that_change_the_arithmetic_are_refused(
         read_config(copied)
 
 
+def test_pixels_are_normalised_as_the_processors_file_says(copied: Path) -> None:
+    file = copied / "processor_config.json"
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(raw | {"image_mean": [0.25] * 3, "image_std": [1, 1, 2]}))
+    vision = read_config(copied).vision
+    assert (vision.image_mean, vision.image_std) == ((0.25,) * 3, (1, 1, 2))
+    assert ImageProcessor.from_checkpoint(copied).fill == (63,) * 3  # int(255 / 4)
+    file.unlink()
+    vision = read_config(copied).vision
+    assert vision.image_mean == vision.image_std == (0.5,) * 3
+
+
 def test_dimensions_of_the_three_forms() -> None:
     plain, latent, biased = (read_config(deepseek.FOLDER / v).text for v in deepseek.VARIANTS)
     assert plain.latent is None
