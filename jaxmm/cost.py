@@ -1,5 +1,6 @@
 """What a request would cost if it ran now and alone. Host only."""
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,12 +54,13 @@ class Cost:
     """Pages that are free or could be, now."""
 
 
-def estimate(sequence: Sequence, parts: "Parts") -> Cost:
+def estimate(sequence: Sequence, parts: "Parts", scored: Set[int] = frozenset()) -> Cost:
     """Work out a request's cost; nothing is taken or changed. On the loop's thread.
 
     Args:
         sequence: One of the request's completions, as the intake made it.
         parts: Of the replica that would serve it.
+        scored: Items that are encoded, tokens or none, before it is known which rows are kept.
 
     Raises:
         PromptTooLong, MediaTooLarge: It can never run.
@@ -72,7 +74,7 @@ def estimate(sequence: Sequence, parts: "Parts") -> Cost:
         step = min(config.max_step_tokens, rest - start)
         buckets.append(parts.sizes.buckets.step_tokens(step))
     max_output = output_limit(sequence, config, parts.pool)
-    needed = sequence.items_after(cached)
+    needed = sequence.items_after(cached) | scored
     return Cost(
         prompt_tokens=num_tokens,
         images=tuple(
