@@ -76,7 +76,7 @@ def test_rungs_that_do_not_ascend_are_refused(tokens: tuple[int, ...]) -> None:
         Buckets(tokens=tokens, patches=(64,))
 
 
-def test_executables_are_one_a_rung_and_prime_upload_and_score() -> None:
+def test_executables_are_one_a_rung_and_three_more() -> None:
     assert Buckets(tokens=(1, 2), patches=(64, 128, 192)).num_executables == 2 + 3 + 3
 
 
