@@ -36,25 +36,27 @@ class Sizes:
     max_step_tokens: int
     max_lane_patches: int
     buckets: Buckets
+    num_lanes: int = 1
+    """Lanes that are encoded together, each on a chip of its own."""
 
     @property
     def num_table_pages(self) -> int:
         """Pages of the longest request."""
         return -(-self.max_model_len // self.page_size)
 
-    def scheduler(self, config: EngineConfig) -> SchedulerConfig:
-        """The scheduler's view."""
+    def scheduler(self, config: EngineConfig, *, num_replicas: int = 1) -> SchedulerConfig:
+        """The scheduler's view; what conversations may keep is shared out among the replicas."""
         return SchedulerConfig(
             max_step_tokens=self.max_step_tokens,
-            max_patches_per_step=self.max_lane_patches,
+            max_patches_per_step=self.max_lane_patches * self.num_lanes,
             max_lane_patches=self.max_lane_patches,
             max_running=self.max_running,
             max_waiting=config.max_waiting,
             max_model_len=self.max_model_len,
             page_size=self.page_size,
             max_pinned_pages=int(self.num_pages * config.sessions.page_share),
-            max_sessions=config.sessions.max_kept,
-            max_kept_bytes=config.sessions.max_bytes,
+            max_sessions=-(-config.sessions.max_kept // num_replicas),
+            max_kept_bytes=config.sessions.max_bytes // num_replicas,
         )
 
 
@@ -79,8 +81,8 @@ def settle_sizes(
         memory_bytes: Memory of one device.
         itemsize: Bytes of one weight or KV value.
         kernels: The implementation of the ops; "pallas" has sizes of its own.
-        num_chips: Chips that the text model and its pages are split over. Those of a CPU are
-            simulated, and share its memory.
+        num_chips: Chips that the text model and its pages are split over, and that encode a lane
+            each. Those of a CPU are simulated, and share its memory.
 
     Raises:
         ConfigError: Settings that exceed the memory or the model, or contradict each other.
@@ -122,6 +124,7 @@ def settle_sizes(
         max_step_tokens=tokens[-1],
         max_lane_patches=patches[-1],
         buckets=Buckets(tokens=tokens, patches=patches),
+        num_lanes=num_chips,
     )
     _check_memory(sizes, model, memory_bytes, itemsize, num_chips)
     return sizes

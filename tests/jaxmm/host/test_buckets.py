@@ -16,7 +16,8 @@ def test_token_rungs_worked_out_by_hand() -> None:
     )
     assert token_rungs(1, 80, dense=True) == (1, 2, 4, 8, 16, 32, 64, 96)
     assert token_rungs(128, 200, dense=True) == (128, 160, 192, 224)
-    assert token_rungs(256, 400, dense=True) == (256, 288, 320, 384, 448)
+    assert token_rungs(256, 340, dense=True) == (256, 288, 320, 352)
+    assert token_rungs(480, 600, dense=True) == (512, 576, 640)
 
 
 def test_patch_rungs_worked_out_by_hand() -> None:
@@ -75,8 +76,8 @@ def test_rungs_that_do_not_ascend_are_refused(tokens: tuple[int, ...]) -> None:
         Buckets(tokens=tokens, patches=(64,))
 
 
-def test_executables_are_one_a_rung_and_the_prime_step() -> None:
-    assert Buckets(tokens=(1, 2), patches=(64, 128, 192)).num_executables == 2 + 3 + 2
+def test_executables_are_one_a_rung_and_three_more() -> None:
+    assert Buckets(tokens=(1, 2), patches=(64, 128, 192)).num_executables == 2 + 3 + 3
 
 
 def test_round_up() -> None:
