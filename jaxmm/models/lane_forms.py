@@ -40,7 +40,13 @@ def pack_items(
     form = tile_form(vision)
     if form is not None:
         return pack_tiles(
-            features, grids, slots, form, lane_patches=lane_patches, drop_slot=drop_slot
+            features,
+            grids,
+            slots,
+            form,
+            lane_patches=lane_patches,
+            patch_values=vision.patch_values,
+            drop_slot=drop_slot,
         )
     return pack_lane(
         features,
