@@ -104,11 +104,14 @@ class BucketConfig:
     max_step_tokens: int = 0
     """Tokens of one step, decodes and chunks together; 0: 512 on CPU, 2048 on TPU."""
     max_patches_per_step: int = 0
-    """Patches that are encoded in one step at most; 0: the largest image's."""
+    """Patches that a chip encodes in one step at most; 0: the largest image's."""
     min_step_tokens: int = 1
     """Lowest rung of step tokens."""
     min_lane_patches: int = 0
     """Lowest rung of encode patches; 0: 256."""
+    rehearse: bool = True
+    """On a CPU: run each small step once while there is nothing else to do. XLA prepares a step's
+    products at its first run, for which the first request of that size would wait 0.3 s."""
 
     def __post_init__(self) -> None:
         _check(
@@ -151,6 +154,9 @@ class MediaConfig:
     max_video_pixels: int = 0
     """Pixels of all frames of a video together, after resizing; 0: the checkpoint's, at most four
     times the largest picture's on CPU."""
+    video_pruning_rate: float = 0.0
+    """Share of a video's tokens that is dropped, those that change least from one time step to the
+    next, where the request does not say; 0: none (EVS, arXiv:2510.14624)."""
     workers: int = 0
     """Decoding processes; 0: one for each two cores, at least one."""
     timeout_seconds: float = 30.0
@@ -175,6 +181,7 @@ class MediaConfig:
             video_fps=(0.01, 60.0),
             max_frames=(1, 10_000),
             max_video_pixels=(1, 1 << 32),
+            video_pruning_rate=(0.0, 0.99),
             workers=(1, 256),
             timeout_seconds=(0.1, 3600.0),
             worker_memory_bytes=(64 << 20, 1 << 44),
@@ -239,6 +246,10 @@ class EngineConfig:
     tensor_parallel: int = 1
     """Chips that the language model is split over; its heads, MLP and vocabulary must divide by it.
     0: as many as there are and do."""
+    data_parallel: int = 1
+    """Replicas of the model, each on `tensor_parallel` chips, with pages and caches of its own. A
+    request goes where most of its prompt is cached, weighed against the load. 0: as many as there
+    are chips for."""
     coordinator: str = ""
     """`host:port` of process 0, port free; empty: what Cloud TPU or GKE say, if they do."""
     num_processes: int = 0
@@ -271,6 +282,7 @@ class EngineConfig:
             self,
             "",
             tensor_parallel=(0, 1024),
+            data_parallel=(0, 1024),
             max_model_len=(2, 1 << 24),
             max_running=(1, 4096),
             max_waiting=(1, 1 << 20),

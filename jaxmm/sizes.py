@@ -36,6 +36,8 @@ class Sizes:
     max_step_tokens: int
     max_lane_patches: int
     buckets: Buckets
+    num_lanes: int = 1
+    """Lanes that are encoded together, each on a chip of its own."""
 
     @property
     def num_table_pages(self) -> int:
@@ -46,7 +48,7 @@ class Sizes:
         """The scheduler's view."""
         return SchedulerConfig(
             max_step_tokens=self.max_step_tokens,
-            max_patches_per_step=self.max_lane_patches,
+            max_patches_per_step=self.max_lane_patches * self.num_lanes,
             max_lane_patches=self.max_lane_patches,
             max_running=self.max_running,
             max_waiting=config.max_waiting,
@@ -79,8 +81,8 @@ def settle_sizes(
         memory_bytes: Memory of one device.
         itemsize: Bytes of one weight or KV value.
         kernels: The implementation of the ops; "pallas" has sizes of its own.
-        num_chips: Chips that the text model and its pages are split over. Those of a CPU are
-            simulated, and share its memory.
+        num_chips: Chips that the text model and its pages are split over, and that encode a lane
+            each. Those of a CPU are simulated, and share its memory.
 
     Raises:
         ConfigError: Settings that exceed the memory or the model, or contradict each other.
@@ -122,6 +124,7 @@ def settle_sizes(
         max_step_tokens=tokens[-1],
         max_lane_patches=patches[-1],
         buckets=Buckets(tokens=tokens, patches=patches),
+        num_lanes=num_chips,
     )
     _check_memory(sizes, model, memory_bytes, itemsize, num_chips)
     return sizes
@@ -282,7 +285,7 @@ def describe(sizes: Sizes, packed: Callable[[int, int], int]) -> str:
     lines = [
         f"step tokens   {' '.join(map(str, buckets.tokens))}",
         f"lane patches  {' '.join(map(str, buckets.patches))}",
-        f"executables   {buckets.num_executables} (one a rung, for penalties, for given rows)",
+        f"executables   {buckets.num_executables} (one a rung, for penalties, given rows, pruning)",
         f"pages         {sizes.num_pages} of {sizes.page_size} tokens",
         f"arena         {sizes.num_rows} rows",
         "",

@@ -127,6 +127,9 @@ class ChatRequest(SamplingFields):
     they are. Default: the server's `media.video_fps`."""
     num_frames: int | None = Field(None, ge=1)
     """Frames of each video that are looked at, instead of `fps`."""
+    video_pruning_rate: float | None = Field(None, ge=0, lt=1)
+    """Share of each video's tokens that is dropped. Default: the server's
+    `media.video_pruning_rate`."""
     mm_hashes: list[str] | None = None
     """Hex hash of each picture and video, a hint for routers and caches."""
 

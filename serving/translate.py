@@ -103,6 +103,7 @@ def to_request(
         videos=videos_in(chat.messages, pictures),
         fps=chat.fps,
         num_frames=chat.num_frames,
+        video_pruning_rate=chat.video_pruning_rate,
         sampling=to_sampling(
             chat,
             vocab_size=served.tokenizer.vocab_size,

@@ -85,7 +85,7 @@ def _check_length(sequence: Sequence, limit: int, remedy: str) -> None:
     num_tokens = sequence.prompt.num_tokens
     if num_tokens + 1 <= limit:
         return
-    rows = sum(item.num_rows for item in sequence.prompt.items)
+    rows = sum(item.num_tokens for item in sequence.prompt.items)
     raise PromptTooLong(
         f"prompt has {num_tokens} tokens, {rows} of them from images and videos; the "
         f"limit is {limit - 1}, to leave room for output. Shorten it, send smaller images, or "
