@@ -103,8 +103,14 @@ def extend_floor(
     )
 
 
-def encode_floor(model: ModelConfig, chip: Chip, num_patches: int, itemsize: int) -> Floor:
-    """An encode of one picture of `num_patches`, the whole of it on each chip."""
+def encode_floor(
+    model: ModelConfig, chip: Chip, num_patches: int, itemsize: int, links: float = 0.0
+) -> Floor:
+    """An encode of one picture of `num_patches` on one chip; the others have pictures of their own.
+
+    Args:
+        links: Seconds in which every chip gets the rows of all.
+    """
     vision = model.vision
     block = 4 * vision.width**2 + _vision_mlp(model)
     merged = vision.width * vision.merged_patches
@@ -116,7 +122,7 @@ def encode_floor(model: ModelConfig, chip: Chip, num_patches: int, itemsize: int
     operations = 2 * num_patches * (vision.depth * block + mergers / vision.merged_patches)
     operations += 4 * num_patches * keys * vision.width
     return Floor(
-        memory=weights * itemsize / chip.bandwidth, matrix=operations / chip.flops, links=0.0
+        memory=weights * itemsize / chip.bandwidth, matrix=operations / chip.flops, links=links
     )
 
 
