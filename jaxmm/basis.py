@@ -16,10 +16,10 @@ from jaxmm.device.executables import source_digest
 from jaxmm.device.scratch import keep_scratch_memory
 from jaxmm.errors import ModelError
 from jaxmm.host.identity import check_vocabulary
-from jaxmm.host.lanes import packed_patches
 from jaxmm.models import family_module, has_module, read_config
 from jaxmm.models.auto_processor import AutoImageProcessor
 from jaxmm.models.config import ModelConfig
+from jaxmm.models.lane_forms import lane_patches
 from jaxmm.models.remote import fetch_small_files, is_remote
 from jaxmm.pod.join import join, least
 from jaxmm.sizes import CPU_MAX_PIXELS, Sizes, describe, host_memory_bytes, settle_sizes
@@ -84,7 +84,7 @@ def describe_buckets(config: EngineConfig) -> str:
     processor = _processor(config, model, directory)
 
     def packed(width: int, height: int) -> int:
-        return packed_patches(processor.grid(height, width), model.vision.window_patches)
+        return lane_patches(processor.grid(height, width), model.vision)
 
     backend = settle_backend(config.kernels, config.tensor_parallel, model, _dtype(config))
     spread = spread_kv_heads(model, backend.num_shards)

@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxmm.host.batch import SampleRow, build_batch, sampled_rows
-from jaxmm.host.lanes import EncodeBatch, pack_lane
+from jaxmm.host.lanes import EncodeBatch
 from jaxmm.host.plan import EncodeJob, Plan, ScoreJob
 from jaxmm.host.sequence import Sequence as Generation
+from jaxmm.models.lane_forms import pack_items
 from jaxmm.request import TokenLogprob
 from jaxmm.start import Parts
 
@@ -113,16 +114,13 @@ class Dispatcher:
 
     def _lane(self, jobs: list[EncodeJob]) -> EncodeBatch:
         parts = self._parts
-        vision = parts.model.vision
         num_patches = sum(parts.packed_patches(job.item) for job in jobs)
-        return pack_lane(
+        return pack_items(
             [job.item.features for job in jobs if job.item.features is not None],
             [job.item.grid_thw for job in jobs],
             [job.lease.slots for job in jobs],
+            parts.model.vision,
             lane_patches=parts.sizes.buckets.lane_patches(num_patches),
-            patch_values=vision.patch_values,
-            window_patches=vision.window_patches,
-            with_sizes=vision.position_side > 0,
             drop_slot=parts.sizes.num_rows,
         )
 

@@ -336,6 +336,7 @@ class Intake:
             items[index],
             min_pixels=request.min_pixels,
             max_pixels=request.max_pixels,
+            num_images=len(request.images),
             salt=request.salt,
             gone=answer.gone,
         )

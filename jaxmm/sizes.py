@@ -7,9 +7,9 @@ from typing import Literal
 
 from jaxmm.config import EngineConfig
 from jaxmm.errors import ConfigError
-from jaxmm.host.buckets import Buckets, patch_rungs, round_up, token_rungs
+from jaxmm.host.buckets import Buckets, patch_rungs, round_up, tile_rungs, token_rungs
 from jaxmm.host.limits import SchedulerConfig
-from jaxmm.models.config import ModelConfig
+from jaxmm.models.config import ModelConfig, TextConfig
 
 CPU_MAX_PIXELS = 1605632
 """Upper pixel limit on a CPU where none is set: 8192 patches of 14 x 14."""
@@ -95,12 +95,13 @@ def settle_sizes(
     _check_lowest("min_lane_patches", config.buckets.min_lane_patches, wanted_patches)
     low = max(config.buckets.min_step_tokens, _PALLAS_TOKENS if pallas else 1)
     tokens = token_rungs(low, wanted_tokens, dense=on_cpu)
-    patches = patch_rungs(
-        config.buckets.min_lane_patches or 256,
-        wanted_patches,
-        dense=on_cpu,
-        align=_PALLAS_PATCHES if pallas else 64,
-    )
+    align = _PALLAS_PATCHES if pallas else 64
+    low_patches = config.buckets.min_lane_patches or 256
+    if model.vision.tile_side:
+        tile = model.vision.tile_side**2
+        patches = tile_rungs(tile, low_patches, wanted_patches, dense=on_cpu, align=align)
+    else:
+        patches = patch_rungs(low_patches, wanted_patches, dense=on_cpu, align=align)
     _check_model_len(config, model)
     max_model_len = config.max_model_len or min(model.max_position, _MAX_MODEL_LEN)
     num_rows = config.arena.num_rows or max(16384, patches[-1])
@@ -134,7 +135,7 @@ def host_memory_bytes() -> int:
 def page_bytes(model: ModelConfig, page_size: int, itemsize: int) -> int:
     """Bytes of one page, all layers."""
     text = model.text
-    return text.num_layers * 2 * text.num_kv_heads * page_size * text.head_channels * itemsize
+    return text.num_layers * page_size * text.kv_values * itemsize
 
 
 def weight_count(model: ModelConfig, num_chips: int = 1) -> int:
@@ -143,10 +144,8 @@ def weight_count(model: ModelConfig, num_chips: int = 1) -> int:
     The text model is split over the chips, the encoder is whole on each.
     """
     t, v = model.text, model.vision
-    heads = t.num_heads * t.head_channels
-    attention = t.width * (2 * heads + 2 * t.num_kv_heads * t.head_channels)
     mlps = sum(
-        3 * t.width * t.expert_width * t.num_experts
+        3 * t.width * (t.expert_width * t.num_experts + t.shared_width)
         if t.has_experts(layer)
         else 3 * t.width * t.mlp_width
         for layer in range(t.num_layers)
@@ -155,8 +154,21 @@ def weight_count(model: ModelConfig, num_chips: int = 1) -> int:
     merged = v.width * v.merged_patches
     vocab = t.vocab_size * t.width * (1 if t.tied else 2)
     mergers = (1 + t.deepstack_levels) * merged * (merged + v.out_width)
-    text = t.num_layers * attention + mlps + vocab
+    text = t.num_layers * attention_count(t) + mlps + vocab
     return text // num_chips + v.depth * block + mergers
+
+
+def attention_count(text: TextConfig) -> int:
+    """Parameters of one layer's attention."""
+    if text.latent is None:
+        heads = text.num_heads + text.num_kv_heads
+        return 2 * text.width * heads * text.head_channels
+    latent = text.latent
+    rows = latent.query_channels + latent.value_channels  # of the projections to and from heads
+    made = latent.nope_channels + latent.value_channels
+    return text.num_heads * (text.width * rows + made * latent.rank) + (
+        text.width * latent.row_channels
+    )
 
 
 def _lane_patches(config: EngineConfig, model: ModelConfig, max_patches: int) -> int:

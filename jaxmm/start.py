@@ -28,7 +28,6 @@ from jaxmm.host.decodes import Decodes
 from jaxmm.host.embedded import RowForm
 from jaxmm.host.grammar import Grammars
 from jaxmm.host.item import Item
-from jaxmm.host.lanes import packed_patches
 from jaxmm.host.media import Limits
 from jaxmm.host.media_map import MediaMap
 from jaxmm.host.page_pool import PagePool
@@ -36,8 +35,10 @@ from jaxmm.host.prefix_cache import PrefixCache
 from jaxmm.host.prepare import Preparer
 from jaxmm.host.pruning import KnownPrunings
 from jaxmm.host.scheduler import Scheduler
+from jaxmm.models import family_module, has_module
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.converted import is_converted, restore_params
+from jaxmm.models.lane_forms import lane_patches, tile_form
 from jaxmm.models.loading import place_params
 from jaxmm.models.twin import text_is_bfloat16
 from jaxmm.pod.followers import Followers
@@ -97,7 +98,7 @@ class Parts:
 
     def packed_patches(self, item: Item) -> int:
         """Patches that an item takes in an encode lane."""
-        return packed_patches(item.grid_thw, self.model.vision.window_patches)
+        return lane_patches(item.grid_thw, self.model.vision)
 
     def check_ids(self, token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         """Prompt ids given by a caller, int64[T0].
@@ -237,7 +238,7 @@ def _build(config: EngineConfig, basis: Basis, undo: contextlib.ExitStack) -> Pa
             decodes,
             config.media,
             model.image_token_id,
-            RowForm(model.text.row_width, model.vision.merge_size),
+            RowForm(model.text.row_width, model.vision.merge_size, tile_form(model.vision)),
             video=video,
             video_id=model.video_token_id,
             encode_plain=tokenizer.encode_plain,
@@ -282,7 +283,7 @@ def _wants_twin(config: EngineConfig, basis: Basis) -> bool:
 
 def _load_tokenizer(model: ModelConfig, directory: Path) -> tuple[ChatTokenizer, Grammars]:
     """Both with their tables made now, not in the first request."""
-    tokenizer = ChatTokenizer.from_checkpoint(directory)
+    tokenizer = _chat_tokenizer(model.family, directory)
     if tokenizer.vocab_size > model.text.vocab_size:
         raise ModelError(
             f"the tokenizer has {tokenizer.vocab_size} ids and the embedding "
@@ -292,3 +293,11 @@ def _load_tokenizer(model: ModelConfig, directory: Path) -> tuple[ChatTokenizer,
         tokenizer.token_bytes, tokenizer.special_ids, model.eos_token_ids, tokenizer.encode_plain
     )
     return tokenizer, grammars
+
+
+def _chat_tokenizer(family: str, directory: Path) -> ChatTokenizer:
+    """The family's own, or what its files say for themselves."""
+    if not has_module(family, "chat"):
+        return ChatTokenizer.from_checkpoint(directory)
+    tokenizer: ChatTokenizer = family_module(family, "chat").load_tokenizer(directory)
+    return tokenizer

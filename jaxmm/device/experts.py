@@ -44,10 +44,42 @@ def route(logits_TZ: Float[Array, "T Z"], per_token: int) -> Routing:
     chance_TZ = jax.nn.softmax(logits_TZ.astype(jnp.float32), axis=-1)
     top_TX, expert_TX = lax.top_k(chance_TZ, per_token)
     top_TX = top_TX / top_TX.sum(axis=-1, keepdims=True)
+    return sort_pairs(expert_TX, top_TX, logits_TZ.shape[1])
+
+
+def route_scores(
+    scores_TZ: Float[Array, "T Z"],
+    bias_Z: Float[Array, " Z"] | None,
+    per_token: int,
+    *,
+    shares: bool,
+    scale: float,
+) -> Routing:
+    """Choose experts by score plus a bias, and weight them by the score (arXiv:2412.19437, §2.1.2).
+
+    Args:
+        scores_TZ: Float32, of every expert.
+        bias_Z: What keeps the experts' loads even; None: there is none.
+        per_token: Experts of a token.
+        shares: The chosen scores are divided by their sum.
+        scale: What they are multiplied by then.
+    """
+    biased_TZ = scores_TZ if bias_Z is None else scores_TZ + bias_Z.astype(jnp.float32)
+    _, expert_TX = lax.top_k(biased_TZ, per_token)
+    weight_TX = jnp.take_along_axis(scores_TZ, expert_TX, axis=1)
+    if shares:
+        weight_TX /= weight_TX.sum(axis=-1, keepdims=True) + 1e-20
+    return sort_pairs(expert_TX, weight_TX * scale, scores_TZ.shape[1])
+
+
+def sort_pairs(
+    expert_TX: Int32[Array, "T X"], weight_TX: Float[Array, "T X"], num_experts: int
+) -> Routing:
+    """Lay the pairs of token and expert out by expert."""
     expert_M = expert_TX.reshape(-1).astype(jnp.int32)
     order_M = jnp.argsort(expert_M, stable=True).astype(jnp.int32)
-    counts_Z = jnp.zeros(logits_TZ.shape[1], jnp.int32).at[expert_M].add(1)
-    return Routing(order_M, counts_Z, top_TX.reshape(-1)[order_M])
+    counts_Z = jnp.zeros(num_experts, jnp.int32).at[expert_M].add(1)
+    return Routing(order_M, counts_Z, weight_TX.reshape(-1)[order_M])
 
 
 def expert_mlp(

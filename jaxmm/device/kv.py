@@ -12,12 +12,14 @@ from jaxmm.device.rope import Rope, rotate
 from jaxmm.device.sharding import WHOLE, spec_of
 from jaxmm.models.config import TextConfig
 from kernels_pallas.ragged_paged_attention import (
+    Latent,
     Ragged,
     StepPlan,
     attend_rows,
     page_shape,
     plan_step,
     write_and_attend,
+    write_and_attend_latent,
 )
 from kernels_pallas.ragged_paged_attention.layout import query_scale
 from kernels_pallas.rotate_heads import Norms, rotate_grouped
@@ -34,6 +36,8 @@ def pool_shape(
     config: TextConfig, num_pages: int, page_size: int, backend: Backend
 ) -> tuple[int, ...]:
     """Shape of one layer's pool; its second axis is split over chips like KV heads."""
+    if config.latent is not None:
+        return num_pages, config.num_kv_heads, page_size, config.head_channels
     page = page_shape(
         page_size, config.num_kv_heads, config.head_channels, implementation=backend.kernels
     )
@@ -91,6 +95,32 @@ class PagedAttention(NamedTuple):
             (spec_of("TO"), KV_POOL),
         )
         return attend(qkv_TO, rope, pages, self.plan, norms)
+
+    def latent(
+        self,
+        q_THC: Float[Array, "T H C"],
+        new_TC: Float[Array, "T C"],
+        pages: Float[Array, "P ..."],
+        how: Latent,
+    ) -> tuple[Float[Array, "T H R"], Float[Array, "P ..."]]:
+        """Write the step's compressed rows and attend over them; each chip does its own heads.
+
+        Args:
+            q_THC: Queries, in the space of the rows, rotated, not scaled.
+            new_TC: One row a token, for all heads; every chip keeps all rows.
+            pages: One layer's pool.
+            how: How a row is read.
+
+        Returns:
+            Attended values of each head; and the pool.
+        """
+        assert self.backend.kernels == "portable", "`model_obstacles` keeps the kernels away"
+        attend = self.backend.per_chip(
+            partial(write_and_attend_latent, latent=how, implementation="portable"),
+            (spec_of("TH"), WHOLE, KV_POOL, WHOLE),
+            (spec_of("TH"), KV_POOL),
+        )
+        return attend(q_THC, new_TC, pages, self.plan)
 
 
 def _attend(

@@ -21,9 +21,9 @@ from jaxmm.device.sampling import init_state
 from jaxmm.device.sharding import PATCHES, WHOLE, param_spec
 from jaxmm.host.batch import StepLayout
 from jaxmm.host.grammar import mask_words
-from jaxmm.host.lanes import MERGED_PATCHES
 from jaxmm.models import family_module
 from jaxmm.models.config import ModelConfig
+from jaxmm.models.lane_forms import lane_rows
 from jaxmm.models.loading import param_shapes
 from jaxmm.models.twin import twin_shapes
 from jaxmm.request import MAX_LOGIT_BIAS
@@ -145,7 +145,7 @@ class Lowering:
             segment_N=shape(rung),
             window_N=shape(rung) if vision.window_patches else None,
             size_N2=shape(rung, 2) if vision.position_side else None,
-            slot_M=shape(rung // MERGED_PATCHES),
+            slot_M=shape(lane_rows(rung, vision)),
         )
         return steps.encode_step.lower(
             self._encoder, self._backend, self.params["vision"], self.arena, lane

@@ -71,6 +71,21 @@ def patch_rungs(low: int, high: int, *, dense: bool, align: int = _PATCH_ALIGN) 
     return tuple(rungs)
 
 
+def tile_rungs(tile: int, low: int, high: int, *, dense: bool, align: int) -> tuple[int, ...]:
+    """Rungs of lane patches for pictures of equal tiles, two tiles or more: `patch_rungs` of tiles.
+
+    Args:
+        tile: Patches of a tile.
+        low: Patches of the lowest rung at least.
+        high: Patches of the highest rung at least.
+        dense: As for `patch_rungs`.
+        align: What every rung is a multiple of.
+    """
+    fewest = max(2, -(-low // tile))
+    tiles = patch_rungs(fewest, max(fewest, -(-high // tile)), dense=dense, align=1)
+    return tuple(round_up(n * tile, align) for n in tiles)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
     """The two ladders of one engine."""

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +16,16 @@ from jaxmm.host.messages import Turn, read_messages, read_text
 from jaxmm.host.special_tokens import SpecialTokens, unused_character
 from jaxmm.host.token_bytes import bytes_of_tokens
 from jaxmm.host.tool_turns import calls_as_text, tools_as_text
-from jaxmm.host.tools import read_tools, tools_text
+from jaxmm.host.tools import Tool, read_tools, tools_text
 
 _PLACEHOLDERS = {Modality.IMAGE: "<|image_pad|>", Modality.VIDEO: "<|video_pad|>"}
 """Spelling of the tokens that mark an item's place, where config.json does not name them."""
 _PROBE = "probe"
+
+Piece = str | int | Modality
+"""A text, encoded on its own; the id of a special token; or the place of an item."""
+ChatForm = Callable[[Sequence[Turn]], Iterable[Piece]]
+"""A conversation's pieces, for a family whose files hold no template."""
 
 
 class EncodedChat(NamedTuple):
@@ -43,21 +48,22 @@ class ChatTokenizer:
         self,
         tokenizer: Any,
         *,
-        template: str | None,
+        template: str | ChatForm | None,
         placeholders: Mapping[Modality, str] = _PLACEHOLDERS,
     ) -> None:
         """Take over a transformers tokenizer; its backend is changed and must not be shared.
 
         Args:
             tokenizer: One with a `tokenizers` backend.
-            template: Jinja source; None for a checkpoint without one.
+            template: Jinja source, or a family's own form; None for a checkpoint without either.
             placeholders: Spelling of the token that marks an item's place, by what the item is.
 
         Raises:
             ModelError: The tokenizer cannot be used for chat; the message says why.
         """
         self._tokenizer = tokenizer
-        self._template = template
+        self._template = template if isinstance(template, str) else None
+        self._form = None if isinstance(template, str) else template
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -119,23 +125,20 @@ class ChatTokenizer:
             PlaceholderError: The template does not place each image and video once, in order.
             RequestError: No template, or messages that it cannot take.
         """
-        if self._template is None:
+        if self._template is None and self._form is None:
             raise RequestError(
                 "this model has no chat template; send a raw prompt, or add chat_template.jinja "
                 "to its directory"
             )
         turns, listed = read_messages(messages), read_tools(tools)
-        texts = [text for turn in turns for text in turn.texts]
-        mark = unused_character([self._template, tools_text(listed), *texts])
         if not self._takes_calls:
             turns = calls_as_text(turns)
         if listed and not self._takes_tools:
             turns, listed = tools_as_text(turns, listed), ()
-        rendered = self._render(
-            [self._message(turn, mark) for turn in turns],
-            [self._shielded(tool.definition, mark) for tool in listed],
-        )
-        ids, slots = self._encode(rendered, mark)
+        if self._form is not None:
+            ids, slots = self._encode_pieces(self._form(turns))
+        else:
+            ids, slots = self._encode_template(turns, listed)
         wanted = [kind for turn in turns for kind in turn.modalities]
         placed = [self._kinds[ids[slot]] for slot in slots]
         for kind in _PLACEHOLDERS:
@@ -177,6 +180,34 @@ class ChatTokenizer:
             ModelError: The tokenizer is not byte-level.
         """
         return bytes_of_tokens(self._backend, self.vocab_size)
+
+    def _encode_template(
+        self, turns: Sequence[Turn], tools: Sequence[Tool]
+    ) -> tuple[list[int], list[int]]:
+        """Ids of a conversation by the Jinja template, and where its placeholders are."""
+        assert self._template is not None, "there is a template"
+        texts = [text for turn in turns for text in turn.texts]
+        mark = unused_character([self._template, tools_text(tools), *texts])
+        rendered = self._render(
+            [self._message(turn, mark) for turn in turns],
+            [self._shielded(tool.definition, mark) for tool in tools],
+        )
+        return self._encode(rendered, mark)
+
+    def _encode_pieces(self, pieces: Iterable[Piece]) -> tuple[list[int], list[int]]:
+        """The same of a family's own form."""
+        places = {kind: token for token, kind in self._kinds.items()}
+        ids: list[int] = []
+        slots: list[int] = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                ids += self.encode_plain(piece)
+            elif isinstance(piece, Modality):
+                slots.append(len(ids))
+                ids.append(places[piece])
+            else:
+                ids.append(piece)
+        return ids, slots
 
     def _message(self, turn: Turn, mark: str) -> dict[str, Any]:
         message = {"role": turn.role, "content": self._content(turn, mark)}

@@ -58,6 +58,8 @@ class Item:
     """int32[kept]: rows that have tokens, of a step of a pruned video; None: all."""
     pruning: bytes = b""
     """32 bytes: the whole video and the rate, of a step of a pruned video."""
+    overview_patches: int = 0
+    """Patches of a view of the whole, beside those of the tiles, which `grid_thw` counts."""
 
     @property
     def continues(self) -> bool:
@@ -78,8 +80,9 @@ class Item:
 
     @property
     def num_patches(self) -> int:
+        """Patches that the encoder takes."""
         t, h, w = self.grid_thw
-        return t * h * w
+        return t * h * w + self.overview_patches
 
 
 def mark_of(identity: bytes, step: int, time: int | None) -> bytes:

@@ -48,7 +48,8 @@ class EncodeBatch:
     sizes: npt.NDArray[np.int32] | None
     """int32[N, 2]: height and width of each patch's frame, in patches; None if not asked for."""
     slots: npt.NDArray[np.int32]
-    """int32[N // 4]: where each row goes in the arena; `drop_slot` for padding."""
+    """int32[M]: where each row goes in the arena; `drop_slot` for padding. Of pictures that are
+    taken whole M is N // 4."""
     num_patches: int
     """Patches that are not padding."""
 

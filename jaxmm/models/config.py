@@ -8,13 +8,36 @@ default of its transformers class may be missing, so each family passes those de
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxmm.errors import ModelError
 from jaxmm.models.json_files import read_json
 from jaxmm.models.tensor_files import tensor_files
 
 Raw = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Keys and values of all heads are made of one narrow row a token (arXiv:2405.04434, §2.1)."""
+
+    rank: int
+    """Channels that keys and values are made of."""
+    nope_channels: int
+    """Channels of a key that are not rotated."""
+    rope_channels: int
+    """Channels that are, the same for all heads."""
+    value_channels: int
+
+    @property
+    def row_channels(self) -> int:
+        """What is kept of a token in the place of keys and values."""
+        return self.rank + self.rope_channels
+
+    @property
+    def query_channels(self) -> int:
+        """Channels of a head's query, before it is led through the keys' projection."""
+        return self.nope_channels + self.rope_channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +68,24 @@ class TextConfig:
     expert_width: int = 0
     dense_layers: tuple[int, ...] = ()
     """Layers with one MLP of `mlp_width` in a model that has experts."""
+    shared_width: int = 0
+    """Width of an MLP that every token takes beside its experts; 0: there is none."""
+    expert_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What the router makes of its logits."""
+    expert_bias: bool = False
+    """Experts are chosen by score plus a bias, and weighted by the score alone."""
+    expert_shares: bool = True
+    """The scores of a token's experts are divided by their sum."""
+    expert_scale: float = 1.0
+    """What the experts' output is multiplied by."""
+    latent: LatentAttention | None = None
+    """The KV cache holds one row of `head_channels` a token, as if of one KV head, and no values:
+    they are the row's first channels. None: keys and values."""
+
+    @property
+    def kv_values(self) -> int:
+        """Values that a layer keeps of one token."""
+        return self.num_kv_heads * self.head_channels * (1 if self.latent else 2)
 
     @property
     def stored_kv_heads(self) -> int:
@@ -87,6 +128,10 @@ class VisionConfig:
     """Side of the square table of learned positions; 0: the family has none."""
     deepstack_layers: tuple[int, ...] = ()
     """Layers whose output becomes one more level of the rows."""
+    tile_side: int = 0
+    """Patches by side of the square tiles that pictures are cut into; 0: they are taken whole."""
+    overview_first: bool = True
+    """With tiles: the rows of the whole picture stand before those of its tiles."""
 
     @property
     def head_channels(self) -> int:
@@ -112,6 +157,7 @@ class ModelConfig:
     vision: VisionConfig
     image_token_id: int
     video_token_id: int
+    """-1 for a family that takes no videos; so with the two ids that follow."""
     vision_start_token_id: int
     vision_end_token_id: int
     eos_token_ids: tuple[int, ...]

@@ -5,10 +5,12 @@ side, so the longer of the two counts; what chips tell each other comes on top, 
 for it. Real steps take longer: attention is bound by vector work, small steps by latency.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 from jaxmm.models.config import ModelConfig
 from jaxmm.planner.chips import Chip
+from jaxmm.sizes import attention_count
 
 HOP_SECONDS = 1e-6
 """From chip to chip."""
@@ -68,7 +70,7 @@ def decode_floor(
         links: Seconds of its collectives.
     """
     text = model.text
-    kv = num_requests * length * 2 * text.num_kv_heads * text.head_channels * text.num_layers
+    kv = num_requests * length * text.kv_values * text.num_layers
     weights = _read_weights(model, num_requests)
     attended = 4 * text.num_layers * text.num_heads * text.head_channels * num_requests * length
     operations = 2 * num_requests * (_used_weights(model) + _head(model)) + attended
@@ -93,7 +95,7 @@ def extend_floor(
     pairs = num_tokens * (num_tokens + 1) / 2
     attended = 4 * text.num_layers * text.num_heads * text.head_channels * pairs
     operations = 2 * num_tokens * _used_weights(model) + 2 * _head(model) + attended
-    kv = num_tokens * 2 * text.num_kv_heads * text.head_channels * text.num_layers
+    kv = num_tokens * text.kv_values * text.num_layers
     return Floor(
         memory=(_read_weights(model, num_tokens) + kv) * itemsize / num_chips / chip.bandwidth,
         matrix=operations / num_chips / chip.flops,
@@ -109,7 +111,8 @@ def encode_floor(model: ModelConfig, chip: Chip, num_patches: int, itemsize: int
     mergers = (1 + model.text.deepstack_levels) * merged * (merged + vision.out_width)
     weights = vision.depth * block + mergers
     num_full = len(vision.full_attention_layers) if vision.window_patches else vision.depth
-    keys = num_full * num_patches + (vision.depth - num_full) * vision.window_patches
+    segment = vision.tile_side**2 or num_patches
+    keys = num_full * segment + (vision.depth - num_full) * vision.window_patches
     operations = 2 * num_patches * (vision.depth * block + mergers / vision.merged_patches)
     operations += 4 * num_patches * keys * vision.width
     return Floor(
@@ -121,11 +124,6 @@ def _vision_mlp(model: ModelConfig) -> int:
     """Weights of one encoder layer's MLP: gated in the family that has windows."""
     vision = model.vision
     return (3 if vision.window_patches else 2) * vision.width * vision.mlp_width
-
-
-def _attention(model: ModelConfig) -> int:
-    text = model.text
-    return 2 * text.width * text.head_channels * (text.num_heads + text.stored_kv_heads)
 
 
 def _head(model: ModelConfig) -> int:
@@ -150,8 +148,9 @@ def _read_weights(model: ModelConfig, num_tokens: int) -> float:
 
 def _layer_weights(model: ModelConfig, num_experts: float) -> int:
     text = model.text
-    total = text.num_layers * float(_attention(model))
+    whole = dataclasses.replace(text, num_kv_heads=text.stored_kv_heads, kv_copies=1)
+    total = text.num_layers * float(attention_count(whole))
     for layer in range(text.num_layers):
-        width = num_experts * text.expert_width if text.has_experts(layer) else text.mlp_width
-        total += 3 * text.width * width
+        experts = num_experts * text.expert_width + text.shared_width
+        total += 3 * text.width * (experts if text.has_experts(layer) else text.mlp_width)
     return round(total)

@@ -18,10 +18,10 @@ from jaxmm.device.executables import Key
 from jaxmm.device.lowering import Lowering
 from jaxmm.device.sharding import param_spec
 from jaxmm.errors import ConfigError, ModelError
-from jaxmm.host.lanes import packed_patches
 from jaxmm.models import family_module, has_module, read_config
 from jaxmm.models.auto_processor import AutoImageProcessor
 from jaxmm.models.config import ModelConfig
+from jaxmm.models.lane_forms import lane_patches
 from jaxmm.models.loading import param_shapes
 from jaxmm.planner.chips import Chip, chip_of
 from jaxmm.planner.compiler import (
@@ -177,7 +177,8 @@ def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any
         )
     own = family_module(model.family, "processor").ImageProcessor
     names = ("preprocessor_config.json", "processor_config.json")
-    if any((directory / name).exists() for name in names):
+    # of tiles config.json tells all
+    if vision.tile_side or any((directory / name).exists() for name in names):
         return own.from_checkpoint(directory, **limits)
     unit = vision.patch_size * vision.merge_size
     return own(
@@ -333,13 +334,13 @@ def _pictures(question: Question, sizes: Sizes) -> Iterator[Picture]:
     vision = question.model.vision
     for width, height in _PICTURES:
         grid = question.processor.grid(height, width)
-        used = packed_patches(grid, vision.window_patches)
+        used = lane_patches(grid, vision)
         if used <= sizes.buckets.patches[-1]:
             lane = sizes.buckets.lane_patches(used)
             yield Picture(
                 width=width,
                 height=height,
-                tokens=grid[1] * grid[2] // vision.merged_patches,
+                tokens=question.processor.num_rows(grid),
                 lane=lane,
                 floor=encode_floor(question.model, question.chip, lane, question.itemsize),
             )

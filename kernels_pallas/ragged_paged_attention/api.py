@@ -34,6 +34,15 @@ class Ragged(NamedTuple):
     """Pages of each sequence, in order."""
 
 
+class Latent(NamedTuple):
+    """How a row that is key and value at once is read."""
+
+    value_channels: int
+    """V: the value is the first so many channels of the row, the key is all of it."""
+    scale: float
+    """Of scores."""
+
+
 class StepPlan(NamedTuple):
     """What the layers of a step share."""
 
@@ -132,6 +141,41 @@ def write_and_attend(
     return attended_THC, pages
 
 
+def write_and_attend_latent(
+    q_THC: Float[Array, "T H C"],
+    new_TC: Float[Array, "T C"],
+    pages_P1SC: Float[Array, "P 1 S C"],
+    plan: StepPlan,
+    latent: Latent,
+    *,
+    implementation: Literal["portable", "reference"],
+) -> tuple[Float[Array, "T H V"], Float[Array, "P 1 S C"]]:
+    """`write_and_attend` for pages of one row a token, key and value at once (arXiv:2405.04434).
+
+    Args:
+        q_THC: Queries, not scaled.
+        new_TC: Rows of the step's tokens; every head reads all of them.
+        pages_P1SC: One layer's pool; donated.
+        plan: `plan_step` for the same implementation.
+        latent: How a row is read.
+        implementation: "portable", or "reference" for tests. There is no TPU kernel.
+
+    Returns:
+        Attended values in q's dtype, finite for filler; and the pool.
+    """
+    pages_P1SC = kv_update(
+        pages_P1SC,
+        new_TC[:, None].astype(pages_P1SC.dtype),
+        plan.slot_T,
+        plan.num_tokens,
+        implementation=implementation,
+    )
+    attended_THV = ragged_paged_attention(
+        q_THC, pages_P1SC, plan.ragged, latent=latent, implementation=implementation
+    )
+    return attended_THV, pages_P1SC
+
+
 def attend_rows(
     q_TX: Float[Array, "T X"],
     new_TY: Float[Array, "T Y"],
@@ -172,8 +216,9 @@ def ragged_paged_attention(
     pages_PJSC: Float[Array, "P J S C"],
     ragged: Ragged,
     *,
+    latent: Latent | None = None,
     implementation: Literal["portable", "reference"] = "portable",
-) -> Float[Array, "T H C"]:
+) -> Float[Array, "T H V"]:
     """Causal attention of every token over its own sequence, whose pages are written already.
 
     Args:
@@ -181,11 +226,13 @@ def ragged_paged_attention(
         pages_PJSC: One layer's pages; rows 0 .. K-1 of J are keys, K .. 2K-1 values. Keys and
             values of this step's tokens are already in their pages.
         ragged: The step's sequences.
+        latent: J is 1, and a row is key and value at once; None: keys and values, scaled by C^-0.5.
         implementation: "portable" for CPU and GPU, "reference" for tests.
 
     Returns:
-        Attended values in q's dtype; rows of no sequence hold finite filler.
+        Attended values in q's dtype, V channels (C but for `latent`); rows of no sequence hold
+        finite filler.
     """
     if implementation == "reference":
-        return paged_attention_reference(q_THC, pages_PJSC, ragged)
-    return paged_attention_portable(q_THC, pages_PJSC, ragged)
+        return paged_attention_reference(q_THC, pages_PJSC, ragged, latent)
+    return paged_attention_portable(q_THC, pages_PJSC, ragged, latent)

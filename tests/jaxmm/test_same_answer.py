@@ -8,7 +8,7 @@ import pytest
 
 from jaxmm.engine import Engine
 from jaxmm.request import Result
-from tests.checkpoints import FAMILIES, Family
+from tests.checkpoints import SERVED, Family
 from tests.engines import (
     ask,
     assert_same,
@@ -42,7 +42,7 @@ def again(on: Engine, *others: Any, **fields: Any) -> Result:
     return ask(on, request(MESSAGES, [WIDE, TALL], **fields), *others)[0]
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=SERVED)
 def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 

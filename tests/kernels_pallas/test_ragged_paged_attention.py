@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_pallas.ragged_paged_attention import Ragged, ragged_paged_attention
+from kernels_pallas.ragged_paged_attention import Latent, Ragged, ragged_paged_attention
 
 ABSOLUTE = 2e-5
 """Values below 4 in absolute terms, summed in another order."""
@@ -109,6 +109,40 @@ def test_reference_query_heads_read_their_own_kv_head() -> None:
     )
     out = _reference(jnp.ones((1, 4, 1)), jnp.array(pages), ragged)
     assert out.ravel().tolist() == [5.0, 5.0, 9.0, 9.0]
+
+
+LATENT = Latent(value_channels=5, scale=0.3)
+
+
+def test_reference_of_rows_that_are_key_and_value_by_hand() -> None:
+    # one page of two rows of two channels, the first of which is the value; scale 2, two heads
+    # that read the same rows. Query (0, 1): scores 0 and ln 3, weights 1 : 3, values 4, 8 -> 7
+    pages = jnp.array([[4.0, 0.0], [8.0, np.log(3.0) / 2]], jnp.float32).reshape(1, 1, 2, 2)
+    ragged = Ragged(
+        jnp.int32(1), jnp.int32(1), *(jnp.array([x], jnp.int32) for x in (0, 1, 2, [0]))
+    )
+    q_THC = jnp.array([[[0.0, 1.0], [0.0, 0.0]]])
+    out = ragged_paged_attention(
+        q_THC, pages, ragged, latent=Latent(1, 2.0), implementation="reference"
+    )
+    np.testing.assert_allclose(out, [[[7.0], [6.0]]], rtol=1e-6)
+
+
+_latent = [
+    jax.jit(functools.partial(ragged_paged_attention, latent=LATENT, implementation=name))
+    for name in ("portable", "reference")
+]
+
+
+@settings(deadline=None, max_examples=40)
+@given(case=cases())
+def test_portable_equals_reference_for_rows_that_are_key_and_value(case: Case) -> None:
+    q_THC, pages = arrays(case.seed)
+    arguments = (jnp.array(q_THC), jnp.array(pages[:, :1]), ragged_of(case))
+    out, expected = (np.array(attend(*arguments)) for attend in _latent)
+    assert out.shape == (NUM_TOKENS, 4, 5)
+    real = slice(0, case.num_tokens)
+    np.testing.assert_allclose(out[real], expected[real], rtol=0, atol=ABSOLUTE)
 
 
 @settings(deadline=None, max_examples=80)

@@ -105,7 +105,7 @@ def with_pictures(*sizes: int) -> Keep:
     keep = Keep(seconds=9, pictures=[KeptPicture(b"") for _ in sizes])
     for picture, size in zip(keep.pictures, sizes, strict=True):
         known = Known(b"", (1, 1, 1), 1)
-        picture.take(Found(known, np.zeros((1, size), np.uint8), np.zeros(1, np.float32)))
+        picture.take(Found(known, np.zeros((1, size), np.uint8), np.zeros(1, np.float32)), (1, 1))
     return keep
 
 
