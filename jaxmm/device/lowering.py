@@ -100,7 +100,13 @@ class Lowering:
         """Layout of the smallest bucket with `num_tokens`."""
         sizes = self._sizes
         rung = sizes.buckets.step_tokens(num_tokens)
-        return StepLayout(rung, sizes.max_running, sizes.num_table_pages, self.masks.shape[1])
+        return StepLayout(
+            rung,
+            sizes.max_running,
+            sizes.num_table_pages,
+            self.masks.shape[1],
+            both_ways=sizes.whole_items,
+        )
 
     def all_steps(self) -> dict[Key, Lower]:
         """For each step and bucket, the function that lowers it."""
