@@ -75,8 +75,8 @@ def test_rungs_that_do_not_ascend_are_refused(tokens: tuple[int, ...]) -> None:
         Buckets(tokens=tokens, patches=(64,))
 
 
-def test_executables_are_one_a_rung_and_the_prime_step() -> None:
-    assert Buckets(tokens=(1, 2), patches=(64, 128, 192)).num_executables == 2 + 3 + 2
+def test_executables_are_one_a_rung_and_three_more() -> None:
+    assert Buckets(tokens=(1, 2), patches=(64, 128, 192)).num_executables == 2 + 3 + 3
 
 
 def test_round_up() -> None:
