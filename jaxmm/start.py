@@ -240,7 +240,7 @@ def _build(config: EngineConfig, basis: Basis, undo: contextlib.ExitStack) -> Pa
             model.image_token_id,
             RowForm(model.text.row_width, model.vision.merge_size, tile_form(model.vision)),
             video=video,
-            video_id=model.video_token_id,
+            video_id=None if model.video_token_id < 0 else model.video_token_id,
             encode_plain=tokenizer.encode_plain,
         ),
         known_prunings=KnownPrunings(),

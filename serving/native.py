@@ -12,7 +12,7 @@ from serving.body import parse, read_object
 from serving.chat import ChatEndpoint
 from serving.completions import Completions, read_body
 from serving.engine import ServedEngine
-from serving.errors import UnknownAnswer
+from serving.errors import Forbidden, UnknownAnswer
 from serving.generate import GenerateEndpoint
 from serving.native_protocol import (
     AbortRequest,
@@ -20,6 +20,7 @@ from serving.native_protocol import (
     GenerateRequest,
     TokenizeRequest,
 )
+from serving.offload import Offload
 from serving.protocol import ChatRequest
 from serving.structured import tool_dicts
 from serving.translate import message_of
@@ -28,42 +29,62 @@ from serving.translate import message_of
 class Native:
     """Answers what is no answer of the model."""
 
-    def __init__(self, engine: ServedEngine, completions: Completions, served: Served) -> None:
+    def __init__(
+        self, engine: ServedEngine, completions: Completions, served: Served, offload: Offload
+    ) -> None:
         """Take the parts that it needs."""
         self._engine = engine
         self._completions = completions
+        self._offload = offload
         self._tokenizer = served.tokenizer
         self._plans = _PlanEndpoint(served)
 
     async def tokenize(self, http: Request) -> dict[str, Any]:
         """Ids of a text or a conversation; an image is one placeholder id, however large."""
-        asked = parse(TokenizeRequest, await read_body(http))
-        ids = await asyncio.to_thread(self._encode, asked)
-        return {"token_ids": ids, "count": len(ids)}
+        body = await read_body(http)
+        return await self._offload.run(len(body), self._tokenize, body)
 
     async def detokenize(self, http: Request) -> dict[str, Any]:
         """Text of ids; what is no UTF-8 becomes U+FFFD, ids beyond the vocabulary nothing."""
-        asked = parse(DetokenizeRequest, await read_body(http))
-        hidden = self._tokenizer.special_ids if asked.skip_special_tokens else frozenset[int]()
-        detokenizer = Detokenizer(self._tokenizer.token_bytes, hidden)
-        return {"text": detokenizer.push(asked.token_ids)[0] + detokenizer.finish()}
+        body = await read_body(http)
+        return await self._offload.run(len(body), self._detokenize, body)
 
     async def plan(self, http: Request) -> dict[str, Any]:
         """What a request would cost now: tokens, buckets, padding, hits and pages."""
         _, [request] = await self._completions.prepare(http, self._plans)
         return dataclasses.asdict(await self._engine.cost(request))
 
-    async def flush_cache(self) -> dict[str, Any]:
-        """Forget all prefixes, encoded images and known files that no running request uses."""
+    async def flush_cache(self, http: Request) -> dict[str, Any]:
+        """Forget all prefixes, encoded items and known files that no running request uses.
+
+        Raises:
+            Forbidden: It would cost other tenants their cache entries.
+        """
+        if not http.state.is_admin:
+            raise Forbidden(
+                "this empties the caches of all tenants; it needs a key of admin_keys, which the "
+                "operator of the server sets"
+            )
         await asyncio.to_thread(self._engine.flush_caches)
         return {"status": "ok"}
 
     async def abort(self, http: Request) -> dict[str, Any]:
         """End an answer that is being made; its own client gets an error that says so."""
-        asked = parse(AbortRequest, await read_body(http))
+        body = await read_body(http)
+        asked = await self._offload.run(len(body), parse, AbortRequest, body)
         if not self._completions.abort(http.state.tenant, asked.id):
             raise UnknownAnswer("no answer of this id is being made")
         return {"status": "ok"}
+
+    def _tokenize(self, body: bytearray) -> dict[str, Any]:
+        ids = self._encode(parse(TokenizeRequest, body))
+        return {"token_ids": ids, "count": len(ids)}
+
+    def _detokenize(self, body: bytearray) -> dict[str, Any]:
+        asked = parse(DetokenizeRequest, body)
+        hidden = self._tokenizer.special_ids if asked.skip_special_tokens else frozenset[int]()
+        detokenizer = Detokenizer(self._tokenizer.token_bytes, hidden)
+        return {"text": detokenizer.push(asked.token_ids)[0] + detokenizer.finish()}
 
     def _encode(self, asked: TokenizeRequest) -> list[int]:
         if asked.text is not None:

@@ -70,7 +70,9 @@ def check_num_pictures(count: int, limit: int) -> None:
         BadBody: More than `limit`.
     """
     if count > limit:
-        message = f"the request has {count} images; the limit is {limit} (media.max_items)"
+        message = (
+            f"the request has {count} images and videos; the limit is {limit} (media.max_items)"
+        )
         raise BadBody(message, "messages")
 
 

@@ -10,15 +10,16 @@ from collections import Counter
 from dataclasses import dataclass
 
 import draw
+import facts
+import kinds
 import numpy as np
 import scenes
-from draw import BACKGROUNDS, COLOURS, SHAPES
-from questions import EXTRA, SKILLS
+from draw import BACKGROUNDS, SHAPES
+from facts import CHARS, COLOUR_NAMES, NAME_FACTS, NUMBERS, ROW_FACTS
+from questions import EXTRA, SKILLS, Talk, Turn
 from samples import Sample, make_sample
 from scenes import Layout
 
-CHARS = scenes.LETTERS + scenes.DIGITS
-COLOUR_NAMES = tuple(COLOURS)
 SKILL_INDEX = {name: i for i, name in enumerate((*SKILLS, EXTRA))}
 SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 # What the training-only classifiers say of each vision row: (name, classes, weight). Class 0 is "nothing".
@@ -58,6 +59,11 @@ class Batch:
     labels: np.ndarray  # int64
     answer: np.ndarray  # int64: which answer each label belongs to
     skills: np.ndarray  # int64 per answer
+    kinds: np.ndarray  # int64 per answer
+    row_facts_at: np.ndarray  # int64 [R]: flat index of each token that is told ROW_FACTS
+    row_facts: np.ndarray  # int64 [R, len(ROW_FACTS)]
+    name_facts_at: np.ndarray  # int64 [K]
+    name_facts: np.ndarray  # int64 [K, len(NAME_FACTS) + NUMBERS]
     aux: np.ndarray  # int64 [B, M, len(AUX) + PLACED]
 
 
@@ -73,6 +79,7 @@ class Encoder:
         self.encode = functools.lru_cache(maxsize=200_000)(
             lambda text: tuple(tokenizer.encode(text).ids)
         )
+        self.words = facts.Words(self.encode)
 
 
 def picture_parts(layout: Layout, encoder: Encoder) -> list:
@@ -88,10 +95,12 @@ def picture_parts(layout: Layout, encoder: Encoder) -> list:
 class Prompt:
     """Grows ids, positions, branches and labels of one sample."""
 
-    def __init__(self, encoder: Encoder, layout: Layout):
+    def __init__(self, encoder: Encoder, layout: Layout, shown: list[draw.Scene]):
         self.encoder, self.layout = encoder, layout
+        self.shown = [] if layout.frames else shown  # facts are about still pictures
         self.ids, self.at, self.branch = [], [], []
-        self.labels, self.rows, self.skills = [], [], []
+        self.labels, self.rows, self.skills, self.kinds = [], [], [], []
+        self.names, self.facts, self.ends = [], [], []
         self.next, self.current = 0, 0
 
     def text(self, ids, label: int | None = None) -> None:
@@ -120,55 +129,70 @@ class Prompt:
         for part in parts:
             self.vision(part) if len(part) == 3 else self.text(part)
 
-    def turn(self, question: str, answer: str, skill: str, opened: bool) -> None:
-        e = self.encoder.encode
-        if not opened:
-            self.text(e("<|im_start|>user\n"))
-        self.text(e(question))
-        self.answer(answer, skill)
+    def question(self, question: str, told: bool) -> None:
+        """A question; `told` where the pictures stand before it."""
+        ids = self.encoder.encode(question)
+        if told and self.shown:
+            self.tell(facts.question_facts(ids, self.shown, self.encoder.words))
+        self.text(ids)
 
-    def answer(self, answer: str, skill: str) -> None:
+    def tell(self, told) -> None:
+        self.facts += [(len(self.ids) + i, vector) for i, vector in told]
+
+    def turn(self, turn: Turn, opened: bool) -> None:
+        if not opened:
+            self.text(self.encoder.encode("<|im_start|>user\n"))
+        self.question(turn[0], told=True)
+        self.answer(turn)
+
+    def answer(self, turn: Turn) -> None:
         e = self.encoder.encode
         self.text(e("<|im_end|>\n<|im_start|>assistant\n"))
-        self.skills.append(SKILL_INDEX[skill])
-        self.text((*e(answer), *e("<|im_end|>")), len(self.skills) - 1)
+        self.skills.append(SKILL_INDEX[turn[2]])
+        self.kinds.append(kinds.INDEX[kinds.kind(turn)])
+        if self.shown:
+            told = facts.answer_facts(turn, e, self.shown, self.encoder.words)
+            self.tell((i - 1, vector) for i, vector in told)
+            if len(self.names) == 1 and len(self.skills) == 1:  # asked before the pictures
+                self.tell([(-1, facts.about(self.names[0], self.shown))])
+        self.text((*e(turn[1]), *e("<|im_end|>")), len(self.skills) - 1)
+        if any(turn[1] == scene.text for scene in self.shown):
+            self.ends.append((len(self.ids) - 1, 1 + CHARS.index(turn[1][-1])))
         self.text(e("\n"))
 
 
 def build(sample: Sample, layout: Layout, talks, encoder: Encoder, question_first: bool) -> Prompt:
     """Lay out one sample. With `question_first` there is one talk, and its question stands before the pictures."""
-    prompt = Prompt(encoder, layout)
+    prompt = Prompt(encoder, layout, sample.scenes)
     e = encoder.encode
     prompt.text(e(SYSTEM))
     prompt.text(e("<|im_start|>user\n"))
     pictures = picture_parts(layout, encoder)
     # one part list with the 1-token grids told apart by their length
     if question_first:
-        question, answer, skill = talks[0][0]
-        prompt.text(e(question))
+        prompt.question(talks[0][0][0], told=False)
+        prompt.names = [name for _, name in encoder.words.names(e(talks[0][0][0]))]
         prompt.parts(pictures)
-        prompt.answer(answer, skill)
+        prompt.answer(talks[0][0])
         for turn in talks[0][1:]:
-            prompt.turn(*turn, opened=False)
+            prompt.turn(turn, opened=False)
         return prompt
     prompt.parts(pictures)
     shared = prompt.next
     for k, talk in enumerate(talks):
         prompt.current, prompt.next = k + 1, shared
         for n, turn in enumerate(talk):
-            prompt.turn(*turn, opened=n == 0)
+            prompt.turn(turn, opened=n == 0)
     return prompt
 
 
-def pick_talks(
-    rng: random.Random, sample: Sample, weights: dict[str, float], most: int, longest: int
-):
-    """Some conversations, by the weight of their last turn's skill, within a budget of words; at times one long one."""
-    pool = list(sample.talks)
+def pick_talks(rng: random.Random, sample: Sample, weight, most: int, longest: int) -> list[Talk]:
+    """Some conversations, by the `weight` of their last turn, within a budget of words; at times one long one."""
+    pool = [(talk, weight(talk[-1])) for talk in sample.talks]
     chosen, budget = [], longest
     while pool and len(chosen) < most:
-        talk = rng.choices(pool, [weights.get(t[-1][2], 1.0) for t in pool])[0]
-        pool.remove(talk)
+        index = rng.choices(range(len(pool)), [w for _, w in pool])[0]
+        talk, _ = pool.pop(index)
         if any(t[-1][1:] == talk[-1][1:] for t in chosen) and rng.random() < 0.7:
             continue
         chosen.append(talk)
@@ -238,13 +262,40 @@ def scene_targets(scene, width: int, height: int) -> np.ndarray:
     return table
 
 
+def told_rows(layout: Layout, targets: np.ndarray, names) -> np.ndarray:
+    """ROW_FACTS of the vision rows of a sample, from what the encoder is told of them."""
+    counts = [w * h // 784 for w, h in layout.sizes]
+    columns = (targets[:, COLUMN[name]] for name in ("shape", "colour", "order"))
+    return facts.row_facts(*columns, np.repeat(np.arange(len(counts)), counts), names)
+
+
+def all_facts(layout: Layout, prompts: list[Prompt], aux: np.ndarray, length: int):
+    """Flat indexes and targets of ROW_FACTS and of NAME_FACTS."""
+    if layout.frames:
+        empty = np.zeros(0, np.int64)
+        shapes = len(ROW_FACTS), len(NAME_FACTS) + NUMBERS
+        return empty, empty.reshape(0, shapes[0]), empty, empty.reshape(0, shapes[1])
+    row_at, rows, name_at, names = [], [], [], []
+    for i, p in enumerate(prompts):
+        row_at += [i * length + r for r in p.rows]
+        rows.append(told_rows(layout, aux[i], p.names))
+        ends = np.zeros((len(p.ends), len(ROW_FACTS)), np.int64)
+        ends[:, facts.ROW["last"]] = [char for _, char in p.ends]
+        rows.append(ends)
+        row_at += [i * length + at for at, _ in p.ends]
+        name_at += [i * length + at for at, _ in p.facts]
+        names += [vector for _, vector in p.facts]
+    told = np.stack(names) if names else np.zeros((0, len(NAME_FACTS) + NUMBERS), np.int64)
+    return np.array(row_at), np.concatenate(rows), np.array(name_at, np.int64), told
+
+
 def collate(layout: Layout, samples: list[Sample], prompts: list[Prompt]) -> Batch:
     length = max(len(p.ids) for p in prompts)
     length = -(-length // 8) * 8
     b = len(prompts)
     ids, branch = np.zeros((b, length), np.int64), np.full((b, length), -1, np.int64)
     positions = np.zeros((3, b, length), np.int64)
-    rows, wanted, labels, answer, skills = [], [], [], [], []
+    rows, wanted, labels, answer, skills, asked = [], [], [], [], [], []
     for i, p in enumerate(prompts):
         n = len(p.ids)
         ids[i, :n], branch[i, :n] = p.ids, p.branch
@@ -255,6 +306,7 @@ def collate(layout: Layout, samples: list[Sample], prompts: list[Prompt]) -> Bat
             labels.append(label)
             answer.append(len(skills) + k)
         skills += p.skills
+        asked += p.kinds
     if layout.frames:
         pictures = [np.stack([np.stack(s.pictures) for s in samples])]
     else:
@@ -273,6 +325,8 @@ def collate(layout: Layout, samples: list[Sample], prompts: list[Prompt]) -> Bat
         np.array(labels),
         np.array(answer),
         np.array(skills),
+        np.array(asked),
+        *all_facts(layout, prompts, aux, length),
         aux,
     )
 
@@ -310,17 +364,26 @@ def page_batch(
     return np.stack(pages), targets.reshape(len(pages), -1, targets.shape[-1])
 
 
-def train_batch(rng: random.Random, encoder: Encoder, recipe: dict) -> Batch:
-    """One fresh batch of about `recipe['tokens']` tokens of work."""
+def train_batch(rng: random.Random, encoder: Encoder, recipe: dict, errors) -> Batch:
+    """One fresh batch of about `recipe['tokens']` tokens of work.
+
+    Args:
+        errors: Share of wrong answers of late, by kind of question; the more, the more it is asked.
+    """
     kind = rng.choices(("one", "two", "clip"), recipe["kinds"])[0]
     layout = scenes.pick_layout(rng, kind, recipe["largest"])
     question_first = rng.random() < recipe["question_first"]
-    size = max(2, int(recipe["tokens"] / cost(layout, 50 if question_first else 110)))
+    size = max(2, int(recipe["tokens"] / cost(layout, 50 if question_first else recipe["text"])))
+
+    def weight(turn: Turn) -> float:
+        share = recipe["extra"] if turn[2] == EXTRA else 1.0
+        return share * float(recipe["easy"] + errors[kinds.INDEX[kinds.kind(turn)]])
+
     samples, prompts = [], []
     for _ in range(size):
-        sample = make_sample(rng, layout, recipe["text_share"])
+        sample = make_sample(rng, layout, recipe["text_share"], recipe["mixed"])
         most = 1 if question_first else recipe["talks"]
-        talks = pick_talks(rng, sample, recipe["weights"], most, recipe["words"])
+        talks = pick_talks(rng, sample, weight, most, recipe["words"])
         samples.append(sample)
         prompts.append(build(sample, layout, talks, encoder, question_first))
     return collate(layout, samples, prompts)

@@ -41,7 +41,7 @@ def exact(net, encoder, group) -> list[bool]:
         for _, index, s, _, talk in group
     ]
     batch = batches.collate(layout, [g[2] for g in group], prompts)
-    logits, _ = net_logits(net, batch)
+    logits = net_logits(net, batch)[0]
     wrong = torch.zeros(len(batch.skills), dtype=torch.long)
     wrong.index_add_(
         0,

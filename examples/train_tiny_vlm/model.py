@@ -14,11 +14,11 @@ MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757
 CONFIG = {
     "hidden_size": 256,
     "intermediate_size": 448,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 5,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 640,
-    "rope_theta": 100.0,
+    "rope_theta": 500.0,
     "mrope_section": [4, 6, 22],
     "rms_norm_eps": 1e-6,
     "vision": {
@@ -190,7 +190,7 @@ class Model(nn.Module):
 
     def forward(self, ids, positions, mask, rows, rows_at, wanted):
         """ids [B,T]; positions [3,B,T]; mask bool [B,1,T,T]; rows [B,M,D]; rows_at: flat index of each row in B*T;
-        wanted: flat indexes whose logits are returned."""
+        wanted: flat indexes whose logits are returned. Returns these, and what comes out of each layer but the last."""
         x = F.embedding(ids, self.embed)
         x = (
             x.reshape(-1, x.shape[-1])
@@ -200,10 +200,12 @@ class Model(nn.Module):
         angles = positions[self.axis].permute(1, 2, 0) * self.inverse
         angles = torch.cat((angles, angles), dim=-1)[:, :, None]
         cos, sin, added = angles.cos(), angles.sin(), additive(mask)
+        hidden = []
         for block in self.layers[:-1]:
             x = block(x, cos, sin, added)
+            hidden.append(x)
         x = self.layers[-1](x, cos, sin, added, wanted)
-        return F.linear(rms_norm(x, self.norm), self.embed).float()
+        return F.linear(rms_norm(x, self.norm), self.embed).float(), hidden
 
 
 def published(model: Model) -> dict[str, torch.Tensor]:

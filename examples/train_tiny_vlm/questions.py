@@ -212,7 +212,7 @@ def thing_talks(rng, scene: Scene) -> list[Talk]:
         )
     if not scene.text:
         talks += count_talks(rng, scene, shapes, colours, pairs)
-    talks += where_talks(rng, scene, shapes, pairs)
+    talks += where_talks(rng, scene)
     return talks
 
 
@@ -291,9 +291,11 @@ def count_talks(rng, scene: Scene, shapes, colours, pairs) -> list[Talk]:
     return talks
 
 
-def where_talks(rng, scene: Scene, shapes, pairs) -> list[Talk]:
+def where_talks(rng, scene: Scene) -> list[Talk]:
     talks: list[Talk] = []
     things = scene.things
+    shapes = Counter(t.shape for t in things)
+    pairs = Counter((t.colour, t.shape) for t in things)
     for t in rng.sample(things, len(things)):
         name = place_name(scene, t)
         if name is None or pairs[(t.colour, t.shape)] > 1:

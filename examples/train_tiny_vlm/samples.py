@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import draw
 import numpy as np
 from draw import Scene
-from questions import SKILLS, Talk, clip_talks, one_talks, two_talks
+from questions import SKILLS, Talk, clip_talks, one_talks, two_talks, where_talks
 from scenes import Layout, clip_scenes, drawn_size, make_scene, pick_layout
 
 
@@ -23,8 +23,15 @@ class Sample:
     talks: list[Talk]
 
 
-def make_sample(rng: random.Random, layout: Layout, text_share: float = 0.45) -> Sample:
-    """Draw the pictures of one sample and list every conversation about them."""
+def make_sample(
+    rng: random.Random, layout: Layout, text_share: float = 0.45, mixed: float = 0.0
+) -> Sample:
+    """Draw the pictures of one sample and list every conversation about them.
+
+    Args:
+        text_share: Pictures with text in them.
+        mixed: Pictures that show several kinds of things on purpose (training only).
+    """
     seed = rng.getrandbits(32)
     if layout.frames:
         size = drawn_size(rng, layout.sizes[0])
@@ -35,10 +42,13 @@ def make_sample(rng: random.Random, layout: Layout, text_share: float = 0.45) ->
     if len(layout.sizes) == 2 and rng.random() < 0.4:
         text_share = rng.choice((0.0, 0.0, 1.0))
     while True:
-        scenes = [make_scene(rng, size, text_share) for size in layout.sizes]
+        scenes = [make_scene(rng, size, text_share, mixed) for size in layout.sizes]
         talks = one_talks(rng, scenes[0]) if len(scenes) == 1 else two_talks(rng, scenes)
         if talks:
             break
+    if mixed and len(scenes) == 1:
+        for _ in range(2):
+            talks += where_talks(rng, scenes[0])
     images = [draw.render(s, random.Random(seed + i)) for i, s in enumerate(scenes)]
     pixels = [
         np.asarray(draw.to_size(i, *size)) for i, size in zip(images, layout.sizes, strict=True)

@@ -107,9 +107,10 @@ def pick_text(rng: random.Random, longest: int) -> str:
     return "".join(rng.choices(pool if length > 1 else CODE, k=length))
 
 
-def text_scene(rng: random.Random, width: int, height: int) -> Scene:
+def text_scene(rng: random.Random, width: int, height: int, shared: float = 0.25) -> Scene:
+    """A line of text; where the picture is high enough, for a share of them with an object above or below."""
     scene = Scene(width, height, draw.pick_background(rng))
-    split = height >= 84 and rng.random() < 0.25
+    split = height >= 84 and rng.random() < shared
     room = rng.choice(((0.0, 0.5), (0.5, 1.0))) if split else (0.0, 1.0)
     longest = max(1, min(8, int((width - 6) / (draw.MIN_ADVANCE + 0.5))))
     while not draw.add_text(rng, scene, pick_text(rng, longest), room):
@@ -266,9 +267,29 @@ def things_scene(rng: random.Random, width: int, height: int) -> Scene:
     return scene
 
 
-def make_scene(rng: random.Random, size: tuple[int, int], text_share: float = 0.45) -> Scene:
+def mixed_scene(rng: random.Random, width: int, height: int) -> Scene:
+    """Two to five objects, most of them of different kinds."""
+    scene = Scene(width, height, draw.pick_background(rng))
+    wanted = rng.choices((2, 3, 4, 5), (5, 4, 2, 1))[0]
+    shapes = rng.sample(SHAPES, 5) if rng.random() < 0.6 else rng.choices(SHAPES, k=5)
+    side = min(60, (width * height / wanted) ** 0.5 * 0.55, min(width, height) * 0.6)
+    for shape in shapes[:wanted]:
+        size = rng.uniform(draw.MIN_OBJECT, max(draw.MIN_OBJECT, side))
+        add_thing(rng, scene, None, shape, None, size)
+    return scene
+
+
+def make_scene(
+    rng: random.Random, size: tuple[int, int], text_share: float = 0.45, mixed: float = 0.0
+) -> Scene:
+    """A picture with text for `text_share` of them, else of objects; see `samples.make_sample` for `mixed`."""
     width, height = drawn_size(rng, size)
-    return (text_scene if rng.random() < text_share else things_scene)(rng, width, height)
+    with_text = rng.random() < text_share
+    if mixed and rng.random() < mixed:
+        return (
+            text_scene(rng, width, height, 1.0) if with_text else mixed_scene(rng, width, height)
+        )
+    return (text_scene if with_text else things_scene)(rng, width, height)
 
 
 def clip_scenes(rng, size: tuple[int, int], frames: int) -> tuple[list[Scene], str]:

@@ -18,11 +18,13 @@ from collections import defaultdict
 from pathlib import Path
 
 import batches
+import kinds
 import model as model_file
 import tokenizer as tokenizer_file
 import torch
 import torch.nn.functional as F
 from batches import AUX, PLACED, SKILL_INDEX
+from facts import NAME_FACTS, NUMBERS, ROW_FACTS
 
 PLACED_WEIGHT = 40.0  # an error of a tenth of the picture weighs 0.4
 
@@ -39,6 +41,8 @@ RECIPE = {
     "decay_from": 10000,
     "rate": 1.0,
     "muon_rate": 0.02,
+    "muon_decay": 0.1,
+    "see_rate": 1.0,
     "adam_rate": 0.002,
     "tokens": 4000,
     "parts": 2,
@@ -46,23 +50,19 @@ RECIPE = {
     "largest": 168 * 112,
     "question_first": 0.2,
     "text_share": 0.5,
-    "talks": 4,
-    "words": 60,
+    "mixed": 0.4,
+    "talks": 5,
+    "words": 80,
+    "text": 130,
+    "easy": 0.05,
+    "extra": 0.3,
     "aux": 1.5,
+    "facts": 2.0,
+    "placed": 120.0,
     "pages": 20,
     "average": 0.99,
-    "weights": {
-        "read": 2.5,
-        "shape_colour": 0.5,
-        "count": 2.0,
-        "where": 5.0,
-        "two_pictures": 2.5,
-        "follow_up": 0.9,
-        "describe": 1.3,
-        "motion": 1.0,
-        "extra": 0.5,
-    },
 }
+ROW_LAYER, NAME_LAYER = 1, 2  # whose output is asked for ROW_FACTS, for NAME_FACTS
 
 
 class Aux(torch.nn.Module):
@@ -93,23 +93,77 @@ class Aux(torch.nn.Module):
         return loss, right
 
 
+class Told(torch.nn.Module):
+    """Linear classifiers of hidden states of the language side, for training only."""
+
+    def __init__(self, width: int, classes, numbers: int = 0):
+        super().__init__()
+        self.classes, self.numbers = classes, numbers
+        self.head = torch.nn.Linear(width, sum(n for _, n, _ in classes) + numbers)
+        torch.nn.init.normal_(self.head.weight, std=0.02)
+
+    def forward(self, states, targets, placed_weight: float):
+        """Loss, and by classifier the share of right answers; a target of 0 is not asked."""
+        logits = self.head(F.rms_norm(states, states.shape[-1:])).float()
+        *parts, placed = logits.split([*(n for _, n, _ in self.classes), self.numbers], dim=-1)
+        total, right = sum(w for _, _, w in self.classes), {}
+        where = targets[:, len(self.classes) :]
+        loss = placed_weight * ((placed - (where - 1) / 1000) ** 2 * (where > 0)).sum()
+        loss = loss / (where > 0).sum().clamp(min=1) / total
+        for (name, _, share), part, target in zip(self.classes, parts, targets.T, strict=False):
+            some = target > 0
+            if some.any():
+                part, target = part[some], target[some]
+                loss = loss + F.cross_entropy(part, target) * share / total
+                right["told_" + name] = (part.argmax(-1) == target).float().mean().item()
+        if (where > 0).any():
+            off = (placed - (where - 1) / 1000).abs()[where > 0]
+            right["told_place"] = (off < 0.08).float().mean().item()
+        return loss, right
+
+
+class Helpers(torch.nn.Module):
+    """Everything that is trained beside the model and dropped on export."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.seen = Aux(width)
+        self.rows = Told(width, ROW_FACTS)
+        self.names = Told(width, NAME_FACTS, NUMBERS)
+
+    def told(self, hidden, batch, placed_weight: float):
+        """Loss and shares of right answers of both kinds of facts."""
+        loss, right = 0.0, {}
+        for told, layer, at, targets in (
+            (self.rows, ROW_LAYER, batch.row_facts_at, batch.row_facts),
+            (self.names, NAME_LAYER, batch.name_facts_at, batch.name_facts),
+        ):
+            if len(at):
+                states = hidden[layer].reshape(-1, hidden[layer].shape[-1])
+                targets = torch.from_numpy(targets)
+                part, shares = told(states[torch.from_numpy(at)], targets, placed_weight)
+                loss, right = loss + part, right | shares
+        return loss, right
+
+
 def net_logits(net, batch):
-    """Logits of the positions before each label, and the vision rows."""
+    """Logits of the positions before each label, the vision rows, and hidden states by layer."""
     t = torch.from_numpy
     branch = t(batch.branch)
     length = branch.shape[1]
     mask = (branch[:, None, :] == branch[:, :, None]) | (branch == 0)[:, None, :]
     mask &= torch.ones(length, length, dtype=torch.bool).tril()
     rows = net.see([t(p) for p in batch.pictures])
-    return net(
+    logits, hidden = net(
         t(batch.ids), t(batch.positions), mask[:, None], rows, t(batch.rows_at), t(batch.wanted)
-    ), rows
+    )
+    return logits, rows, hidden
 
 
-def forward_loss(net, aux, batch, recipe):
-    """Loss of one batch, and for each answer its skill and whether greedy decoding would give it exactly."""
+def forward_loss(net, helpers, batch, recipe, seeing: bool):
+    """Loss of one batch, for each answer whether greedy decoding would give it exactly, and what classifiers get right."""
     t = torch.from_numpy
-    logits, rows = net_logits(net, batch)
+    logits, rows, hidden = net_logits(net, batch)
     labels, answer = t(batch.labels), t(batch.answer)
     each = F.cross_entropy(logits, labels, reduction="none")
     wrong = torch.zeros(len(batch.skills), dtype=torch.long).index_add_(
@@ -118,10 +172,11 @@ def forward_loss(net, aux, batch, recipe):
     # half by token, half by answer, so that one-token answers (counts, sides) count as much as long ones
     sizes = torch.bincount(answer, minlength=len(batch.skills)).float()
     loss = 0.5 * each.mean() + 0.5 * (each / sizes[answer]).sum() / len(batch.skills)
-    right = {}
-    if aux is not None:
-        extra, right = aux(rows, t(batch.aux))
-        loss = loss + recipe["aux"] * extra
+    told, right = helpers.told(hidden, batch, recipe["placed"])
+    loss = loss + recipe["facts"] * told
+    if seeing:
+        extra, seen = helpers.seen(rows, t(batch.aux))
+        loss, right = loss + recipe["aux"] * extra, right | seen
     return loss, (wrong == 0).tolist(), right
 
 
@@ -151,14 +206,22 @@ class Muon:
         self.stacks = sorted(stacks.items())
         self.momentum = [torch.zeros(len(v), *k) for k, v in self.stacks]
         self.ids = {id(p) for p, _, _ in parts}
+        self.decayed = {id(p) for name, p in net.named_parameters() if name.startswith("layers.")}
 
-    def step(self, rate: float, beta: float = 0.95) -> None:
+    def step(self, rate: float, see_rate: float, decay: float, beta: float = 0.95) -> None:
+        """`decay` holds the norms of the language side's matrices, and so the share that a step moves of them."""
         for ((rows, cols), parts), m in zip(self.stacks, self.momentum, strict=True):
             g = torch.stack([p.grad[a:b] for p, a, b in parts])
             m.lerp_(g, 1 - beta)
             u = orthogonal(g.lerp_(m, beta))
             for (p, a, b), d in zip(parts, u, strict=True):
-                p.data[a:b].add_(d, alpha=-rate * max(1.0, rows / cols) ** 0.5)
+                own = p.data[a:b]
+                size = (own.norm() / min(rows, cols) ** 0.5).clamp(0.05, 1.0)  # of singular values
+                if id(p) in self.decayed:
+                    own.mul_(1 - rate * decay)
+                else:
+                    size *= see_rate
+                own.add_(d * size, alpha=-rate * max(1.0, rows / cols) ** 0.5)
 
 
 def orthogonal(g):
@@ -185,8 +248,8 @@ def rate_at(step: int, recipe: dict) -> float:
     return recipe["rate"] * warm * max(0.0, left)
 
 
-def run(rank: int, args, recipe: dict, net, aux, shared) -> None:
-    """One worker. `shared` holds the steps and samples done by all, and whether to stop."""
+def run(rank: int, args, recipe: dict, net, aux, shared, errors) -> None:
+    """One worker. `shared` holds the steps and samples done by all, and whether to stop; `errors` as in `train_batch`."""
     state = Path(args.state)
     torch.set_num_threads(args.threads)
     if args.processes > 1 and hasattr(os, "sched_setaffinity"):
@@ -201,7 +264,11 @@ def run(rank: int, args, recipe: dict, net, aux, shared) -> None:
     for p in net.parameters():
         p.requires_grad_(any(p is q for q in everything))
     others = [p for p in everything if id(p) not in muon.ids]
-    adam = torch.optim.Adam(others, lr=1e-3, betas=(0.9, 0.98), eps=1e-10)
+    sees = {id(p) for name, p in net.named_parameters() if name.startswith("visual.")}
+    groups = [{"params": [p for p in others if (id(p) in sees) == seen]} for seen in (False, True)]
+    adam = torch.optim.Adam(
+        [g for g in groups if g["params"]], lr=1e-3, betas=(0.9, 0.98), eps=1e-10
+    )
     average, spent = {k: v.clone() for k, v in net.state_dict().items()}, 0.0
     if (state / "state.pt").exists():
         saved = torch.load(state / "state.pt", weights_only=False)
@@ -232,6 +299,7 @@ def run(rank: int, args, recipe: dict, net, aux, shared) -> None:
                 "adam": adam.state_dict(),
                 "muon": muon.momentum,
                 "average": average,
+                "errors": errors,
                 "step": int(shared[0]),
                 "spent": time.time() - began,
                 "recipe": recipe,
@@ -253,14 +321,15 @@ def run(rank: int, args, recipe: dict, net, aux, shared) -> None:
                 loss = (
                     page_loss(net, aux, rng, recipe, tally, shared)
                     if recipe["phase"] == "pages"
-                    else talk_loss(net, aux, encoder, rng, recipe, tally, shared)
+                    else talk_loss(net, aux, encoder, rng, recipe, tally, shared, errors)
                 )
             (loss / recipe["parts"]).backward()
         torch.nn.utils.clip_grad_norm_([p for p in others if p.grad is not None], 1.0)
         rate = rate_at(step, recipe)
-        muon.step(rate * recipe["muon_rate"])
+        muon.step(rate * recipe["muon_rate"], recipe["see_rate"], recipe["muon_decay"])
         for group in adam.param_groups:
-            group["lr"] = rate * recipe["adam_rate"]
+            sees_ = id(group["params"][0]) in sees
+            group["lr"] = rate * recipe["adam_rate"] * (recipe["see_rate"] if sees_ else 1.0)
         adam.step()
         if rank:
             continue
@@ -284,15 +353,17 @@ def run(rank: int, args, recipe: dict, net, aux, shared) -> None:
         save()
 
 
-def talk_loss(net, aux, encoder, rng, recipe, tally, shared):
+def talk_loss(net, aux, encoder, rng, recipe, tally, shared, errors):
     """Loss of one batch of conversations, and of some pages that keep reading dense."""
-    batch = batches.train_batch(rng, encoder, recipe)
+    batch = batches.train_batch(rng, encoder, recipe, errors)
     seeing = recipe["phase"] == "all"
-    loss, exact, right = forward_loss(net, aux if seeing else None, batch, recipe)
+    loss, exact, right = forward_loss(net, aux, batch, recipe, seeing)
     shared[1] += len(batch.ids)
     tally["loss"].append(loss.item())
-    for skill, ok in zip(batch.skills, exact, strict=True):
+    for skill, kind, ok in zip(batch.skills, batch.kinds, exact, strict=True):
         tally[int(skill)].append(ok)
+        tally["kind " + kinds.NAMES[kind]].append(ok)
+        errors[kind] += 0.02 * (float(not ok) - errors[kind])
     for name, value in right.items():
         tally["aux " + name].append(value)
     if seeing and recipe["pages"]:
@@ -305,7 +376,7 @@ def page_loss(net, aux, rng, recipe, tally, shared):
         torch.from_numpy,
         batches.page_batch(rng, recipe["pages"], min(recipe["largest"], 224 * 224)),
     )
-    loss, right = aux(net.visual(pixels), targets)
+    loss, right = aux.seen(net.visual(pixels), targets)
     for name, value in right.items():
         if name.startswith("char") or recipe["phase"] == "pages":
             tally["aux page_" + name].append(value)
@@ -333,6 +404,11 @@ def report(
         f"step={step}/{recipe['steps']} minutes={spent / 60:.1f} samples_per_s={speed:.0f} rate={rate:.2f} "
         f"loss={mean(tally['loss']):.3f} | {skills} | {aux}"
     )
+    asked = " ".join(
+        f"{k[5:].replace(': ', '/').replace(' ', '_')}={100 * mean(v):.0f}"
+        for k, v in sorted((k, v) for k, v in tally.items() if str(k).startswith("kind"))
+    )
+    line += f" | {asked}"
     tally.clear()
     with open(state / "log.txt", "a") as f:
         f.write(line + "\n")
@@ -363,7 +439,8 @@ def main() -> None:
         tokenizer_file.write(Path(args.state) / "tokenizer")
     torch.manual_seed(args.seed)
     net = model_file.Model()
-    aux = Aux(net.config["hidden_size"])
+    aux = Helpers(net.config["hidden_size"])
+    errors = torch.full((len(kinds.NAMES),), 0.5)
     shared = torch.zeros(3, dtype=torch.long)
     if (Path(args.state) / "state.pt").exists():
         saved = torch.load(Path(args.state) / "state.pt", weights_only=False)
@@ -372,15 +449,15 @@ def main() -> None:
         same = saved["recipe"]["phase"] == recipe["phase"]
         net.load_state_dict(saved["net" if same else "average"])
         aux.load_state_dict(saved["aux"])
-        shared[0] = saved["step"]
+        shared[0], errors = saved["step"], saved["errors"]
         del saved
     if args.processes == 1:
-        run(0, args, recipe, net, aux, shared)
+        run(0, args, recipe, net, aux, shared, errors)
         return
-    for part in (net, aux, shared):
+    for part in (net, aux, shared, errors):
         (part.share_memory_ if isinstance(part, torch.Tensor) else part.share_memory)()
     signal.signal(signal.SIGTERM, lambda *_: shared[2].fill_(1))
-    torch.multiprocessing.spawn(run, (args, recipe, net, aux, shared), nprocs=args.processes)
+    torch.multiprocessing.spawn(run, (args, recipe, net, aux, shared, errors), nprocs=args.processes)
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ class ChatTokenizer:
         """
         self.encode_plain(read_text("the prompt", text))
         # again, with what the tokenizer itself puts around a text (a beginning-of-text id)
-        return np.array(self._backend.encode(text, add_special_tokens=True).ids, np.int64)
+        return np.array(self._ids(text, add_special_tokens=True), np.int64)
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of a text in the middle of a prompt.
@@ -181,7 +181,7 @@ class ChatTokenizer:
         Raises:
             RequestError: It cannot be encoded without a special token.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        ids = self._ids(text)
         if not self.special_ids.isdisjoint(ids):
             raise RequestError("a text spells a special token that cannot be encoded as plain text")
         return ids
@@ -333,15 +333,22 @@ class ChatTokenizer:
                 ids.append(special)
         return ids, slots
 
+    def _ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Encode, by the one method of the tokenizer that lets other threads run meanwhile: a text
+        of a megabyte takes a second."""
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
     def _check_segmentation(self) -> None:
         """Text between special tokens must encode alone as it does within the whole."""
         text = "a " + " b ".join(self._specials.ids) + " b"
         self._backend.encode_special_tokens = False
-        whole = self._backend.encode(text, add_special_tokens=False).ids
+        whole = self._ids(text)
         self._backend.encode_special_tokens = True
         pieces: list[int] = []
         for stretch, special in self._specials.cut(text):
-            pieces += self._backend.encode(stretch, add_special_tokens=False).ids
+            pieces += self._ids(stretch)
             pieces += [] if special is None else [special]
         if pieces != whole:
             raise ModelError("the tokenizer joins text with special tokens; jaxmm needs them apart")

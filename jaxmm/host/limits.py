@@ -87,8 +87,9 @@ def _check_length(sequence: Sequence, limit: int, remedy: str) -> None:
         return
     rows = sum(item.num_tokens for item in sequence.prompt.items)
     raise PromptTooLong(
-        f"prompt has {num_tokens} tokens, {rows} of them from images; the limit is {limit - 1}, "
-        f"to leave room for output. Shorten it, send smaller images, or {remedy}."
+        f"prompt has {num_tokens} tokens, {rows} of them from images and videos; the "
+        f"limit is {limit - 1}, to leave room for output. Shorten it, send smaller images, or "
+        f"{remedy}."
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
 from jaxmm.config import EngineConfig
 from jaxmm.device.backend import Backend, check_sizes, model_obstacles, most_chips, rests
@@ -294,9 +295,20 @@ def _figures(
     """Compile each step twice, and extend the figures to the whole depth."""
     assert backend.mesh is not None, "a plan always has a mesh"
     compiled: list[dict[Key, CompiledStep]] = []
-    for depth in dict.fromkeys(depths):
-        steps = Lowering(with_depths(model, depth), sizes, question.dtype, backend)
-        compiled.append({key: compile_step(steps, backend.mesh, key) for key in keys})
+    different = list(dict.fromkeys(depths))
+    bar = tqdm(
+        total=len(keys) * len(different),
+        desc="compile",
+        unit="step",
+        disable=not question.config.progress,
+    )
+    with bar:
+        for depth in different:
+            steps = Lowering(with_depths(model, depth), sizes, question.dtype, backend)
+            compiled.append({})
+            for key in keys:
+                compiled[-1][key] = compile_step(steps, backend.mesh, key)
+                bar.update()
     first, second = compiled[0], compiled[-1]
     layers = {
         "language": ((depths[0].text, depths[1].text), model.text.num_layers),

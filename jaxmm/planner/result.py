@@ -172,14 +172,21 @@ class Plan:
         if self.obstacle:
             return f"{name}does not fit. {self.obstacle}"
         if not self.fits:
-            return (
-                f"{name}does not fit, {size} GiB a chip are missing; "
-                f"memory_fraction={self.highest_fraction} does"
-            )
+            return f"{name}does not fit, {size} GiB a chip are missing; {self._remedy()}."
         return (
             f"{name}fits, {size} GiB a chip are free; memory_fraction up to "
             f"{self.highest_fraction} would fit. At most {self.decode_tokens:.0f} tokens/s decoded."
         )
+
+    def _remedy(self) -> str:
+        """What to change so that it fits."""
+        most = max(self.steps, key=lambda step: step.temporary_bytes)
+        memory = self.memory
+        held = memory.text_weights + memory.vision_weights + memory.arena
+        if self.highest_fraction * memory.chip_bytes > held:
+            return f"memory_fraction={self.highest_fraction} does, with fewer pages"
+        what = "media.max_pixels" if most is self.steps[-1] else "buckets.max_step_tokens"
+        return f"to {most.name} takes {_gib(most.temporary_bytes)}: lower {what}"
 
     def _memory_rows(self) -> list[tuple[str, ...]]:
         memory = self.memory

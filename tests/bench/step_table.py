@@ -35,7 +35,8 @@ def main() -> None:
         print(
             f"{name:<14} arguments {gib[0]:.2f} temporaries {gib[1]:.3f} peak {gib[2]:.2f} GiB, "
             f"copies {aot.copied_bytes(compiled.hlo) / 2**20:.0f} MiB, "
-            f"{dict(compiled.num_collectives) or 'no collective'}, {time.perf_counter() - start:.0f} s",
+            f"{dict(compiled.num_collectives) or 'no collective'}, "
+            f"{time.perf_counter() - start:.0f} s",
             flush=True,
         )
 

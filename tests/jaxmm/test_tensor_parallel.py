@@ -53,6 +53,16 @@ def test_greedy_and_drawn_answers_equal_the_unsharded_ones(family: Family) -> No
             np.testing.assert_allclose(values, wanted_values, atol=LOGPROB_ATOL)
 
 
+@pytest.mark.slow
+def test_answers_from_compressed_rows_equal_the_unsharded_ones() -> None:
+    """Every chip keeps the rows, and its own heads and experts read them."""
+    whole, split = sharded_answers("deepseek_vl2_noaux", 1, 4)
+    assert split[3][2] > 0
+    for (ids, values, _), (wanted, wanted_values, _) in zip(split, whole, strict=True):
+        assert ids == wanted
+        np.testing.assert_allclose(values, wanted_values, atol=LOGPROB_ATOL)
+
+
 def test_names_say_how_arrays_are_split() -> None:
     assert spec_of("PK") == PartitionSpec(None, "model")
     assert param_spec(("text", "layers", 0, "qkv_OD")) == PartitionSpec("model", None)

@@ -103,7 +103,7 @@ def test_what_is_no_encoded_image_is_refused(url, data):
     image = {"safetensors": f"data:;base64,{base64.b64encode(data).decode()}"}
     response = post_to(url, "/generate", {"token_ids": [5], "images": [image]})
     assert response.status_code == 400
-    assert response.json()["error"]["code"] == "invalid_image"
+    assert response.json()["error"]["code"] == "invalid_media"
 
 
 @pytest.mark.parametrize(

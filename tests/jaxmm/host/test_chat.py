@@ -1,6 +1,8 @@
 """Chat messages give the ids that transformers gives, and callers' texts stay texts."""
 
 import json
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -242,3 +244,14 @@ def test_wrong_messages_are_refused_by_place(qwen, messages, problem):
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ModelError, match="no tokenizer"):
         ChatTokenizer.from_checkpoint(tmp_path)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(qwen):
+    """A prompt of a megabyte must not hold up the event loop and the engine for a second."""
+    encoding = threading.Thread(target=qwen.encode_text, args=("a b " * 100_000,))
+    encoding.start()
+    ticks = 0
+    while encoding.is_alive():
+        time.sleep(0.001)
+        ticks += 1
+    assert ticks > 20

@@ -12,7 +12,10 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from jaxmm.device.backend import Backend
 from jaxmm.device.experts import route_scores
+from jaxmm.device.image_rows import ImageRows
+from jaxmm.device.kv import PagedAttention, pool_shape
 from jaxmm.device.lane import Lane
 from jaxmm.device.sharding import param_spec
 from jaxmm.errors import ModelError
@@ -20,11 +23,14 @@ from jaxmm.host.tiles import TileForm, pack_tiles
 from jaxmm.models import family_module, read_config
 from jaxmm.models.deepseek_vl2.processor import ImageProcessor
 from jaxmm.models.loading import load_params, open_params
+from kernels_pallas.ragged_paged_attention import Ragged
 from tests import deepseek
 from tests.jaxmm.models.test_loading import leaves
 
 ABSOLUTE = 1e-4
 """Rows are below 4 in absolute terms: float32 on both sides, sums in other orders."""
+LOGPROBS = 1e-3
+"""Of tokens of a prompt; a wrong step of the arithmetic shows at 1e-2 and more."""
 LANE_PATCHES = 512
 """Of 25 patches a tile: more than any case here has, and no multiple of a tile."""
 
@@ -287,3 +293,57 @@ def test_routing_by_hand() -> None:
     plain = route_scores(scores, None, 1, shares=False, scale=1.0)
     np.testing.assert_allclose(plain.weight_M, [0.5, 0.6], rtol=1e-6)
     assert plain.order_M.tolist() == [1, 0]
+
+
+PROMPT_TOKENS, PAGE_SIZE = 128, 16
+"""One shape for all cases; the long text has more tokens and is left to the engine."""
+
+
+@pytest.fixture(scope="module", params=deepseek.VARIANTS)
+def decoder(request: pytest.FixtureRequest) -> Any:
+    """From a variant's name, its embedding, and a function from a whole prompt to logits."""
+    variant: deepseek.Variant = request.param
+    config = read_config(deepseek.FOLDER / variant)
+    text = load(deepseek.FOLDER / variant)["text"]
+    decoder_class = family_module(config.family, "text").TextDecoder
+    graph, _ = nnx.split(nnx.eval_shape(lambda: decoder_class(config.text, jnp.float32)))
+    pages = PROMPT_TOKENS // PAGE_SIZE
+
+    def run(params: Any, hidden_TD: jax.Array, num_tokens: jax.Array) -> jax.Array:
+        pool = pool_shape(config.text, pages, PAGE_SIZE, Backend())
+        index_T = jnp.arange(PROMPT_TOKENS, dtype=jnp.int32)
+        length_B = num_tokens[None]
+        ragged = Ragged(
+            num_decodes=jnp.int32(0),
+            num_sequences=jnp.int32(1),
+            starts_B=jnp.zeros(1, jnp.int32),
+            counts_B=length_B,
+            lengths_B=length_B,
+            tables_BQ=jnp.arange(pages, dtype=jnp.int32)[None],
+        )
+        attention = PagedAttention.of_step(
+            ragged, index_T, num_tokens, page_size=PAGE_SIZE, backend=Backend()
+        )
+        model = nnx.merge(graph, params)
+        no_pages = tuple(jnp.zeros(pool) for _ in range(config.text.num_layers))
+        rows = ImageRows(jnp.zeros((1, config.text.width)), -jnp.ones_like(index_T), Backend())
+        hidden_TD, _ = model(hidden_TD, jnp.tile(index_T, (3, 1)), no_pages, attention, rows)
+        return jax.nn.log_softmax(model.logits(hidden_TD))
+
+    params = jax.tree.map(jnp.asarray, text)
+    compiled = jax.jit(run)
+    return variant, text["embed_VD"], lambda *given: np.asarray(compiled(params, *given))
+
+
+@pytest.mark.parametrize("case", [name for name in deepseek.CASES if name != "long_text"])
+def test_every_token_of_a_prompt_is_as_likely_as_the_authors_say(decoder: Any, case: str) -> None:
+    variant, embed, run = decoder
+    golden = deepseek.arrays(variant)
+    ids = golden[f"{case}/input_ids"]
+    hidden = embed[ids]
+    if f"{case}/image_features" in golden:
+        hidden[ids == 515] = golden[f"{case}/image_features"]
+    num_tokens = len(ids)
+    padded = np.pad(hidden, ((0, PROMPT_TOKENS - num_tokens), (0, 0)))
+    found = run(padded, jnp.int32(num_tokens))[np.arange(num_tokens - 1), ids[1:]]
+    np.testing.assert_allclose(found, golden[f"{case}/prompt_logprobs"], rtol=0, atol=LOGPROBS)
