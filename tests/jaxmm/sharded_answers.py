@@ -23,7 +23,8 @@ SIZES = {
 
 
 def answers(family: Family, tensor_parallel: int) -> list[Result]:
-    """Two pictures and a text, the second with a draw and a penalty; then the first again."""
+    """Two pictures and a text, the second with a draw and a penalty; then the first again; then,
+    of families that take videos, one that is pruned."""
     model = checkpoint(family, num_kv_heads=4)
     settings = {**SMALL, **SIZES, "model": str(model), "compile_cache_dir": cache_dir()}
     settings["tensor_parallel"] = tensor_parallel
@@ -42,7 +43,12 @@ def answers(family: Family, tensor_parallel: int) -> list[Result]:
             request(turn("what is in the picture")),
         )
         again = request(turn("describe", "<image>", "and the house"), [picture(224, 168)])
-        return results + ask(engine, again)
+        results += ask(engine, again)
+        if family.startswith("qwen"):
+            frames = [picture(112, 84, seed) for seed in range(6)]
+            video = request(turn("<video>", "what"), videos=(frames,), video_pruning_rate=0.4)
+            results += ask(engine, video)
+        return results
 
 
 def main() -> None:
