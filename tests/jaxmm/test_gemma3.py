@@ -1,5 +1,6 @@
 """Gemma 3: pictures attended both ways and never cut; against transformers, served in every way."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from jaxmm.engine import Engine
 from jaxmm.errors import ConfigError, ModelError, PromptTooLong, RequestError
 from jaxmm.models import family_module, read_config
 from jaxmm.request import Result
+from serving.ask import Served
+from serving.protocol import parse_chat_request
+from serving.translate import media_urls, to_request
 from tests.checkpoints import checkpoint, write_json
 from tests.engines import (
     ask,
@@ -207,6 +211,16 @@ def test_limits_that_would_change_the_size_of_pictures_are_refused(
         ask(on, request(MESSAGES, PICTURES, **fields))
 
 
+def test_low_detail_is_no_other_size(on: Engine) -> None:
+    assert on.pictures_are_alike
+    content = [{"type": "image_url", "image_url": {"url": "http://host/a", "detail": "low"}}]
+    body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+    served = Served(model="m", tokenizer=on.tokenizer, default_max_tokens=1, low_detail_pixels=None)
+    chat = parse_chat_request(body)
+    pictures = dict.fromkeys(media_urls(chat), PICTURES[0])
+    assert to_request(chat, pictures, request_id="r", served=served).max_pixels is None
+
+
 def test_settings_that_would_change_it_are_refused_too() -> None:
     load = family_module("gemma3", "processor").ImageProcessor.from_checkpoint
     with pytest.raises(ConfigError, match="leave both at 0"):
@@ -261,8 +275,6 @@ def test_kernels_that_see_earlier_keys_alone_do_not_take_the_model() -> None:
 def test_arithmetic_that_jaxmm_does_not_have_is_refused(
     tmp_path: Path, section: str, key: str, value: Any, message: str
 ) -> None:
-    import json
-
     raw = json.loads((checkpoint("gemma3") / "config.json").read_text())
     (raw[section] if section else raw)[key] = value
     write_json(tmp_path / "config.json", raw)

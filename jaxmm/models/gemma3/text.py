@@ -94,11 +94,13 @@ class TextDecoder(nnx.Module):
         if not config.tied:
             self.head_VD = nnx.Param(jnp.zeros((config.vocab_size, config.width), dtype))
         self.config = config
+        self.dtype = jnp.dtype(dtype)
 
     def embed(self, ids_T: Int32[Array, " T"]) -> Float[Array, "T D"]:
-        """Embeddings of ids, all within the vocabulary, times the root of their width."""
-        root = jnp.asarray(self.config.width**0.5, self.embed_VD.dtype)
-        return self.embed_VD[...][ids_T] * root
+        """Embeddings of ids, all within the vocabulary, times the root of their width; both are
+        rounded to the type that the decoder computes in, as the model was trained."""
+        root = jnp.asarray(self.config.width**0.5, self.dtype)
+        return self.embed_VD[...][ids_T].astype(self.dtype) * root
 
     def __call__(
         self,
