@@ -38,6 +38,8 @@ class Sizes:
     buckets: Buckets
     whole_items: bool = False
     """No step ends inside an item."""
+    num_lanes: int = 1
+    """Lanes that are encoded together, each on a chip of its own."""
 
     @property
     def num_table_pages(self) -> int:
@@ -48,7 +50,7 @@ class Sizes:
         """The scheduler's view."""
         return SchedulerConfig(
             max_step_tokens=self.max_step_tokens,
-            max_patches_per_step=self.max_lane_patches,
+            max_patches_per_step=self.max_lane_patches * self.num_lanes,
             max_lane_patches=self.max_lane_patches,
             max_running=self.max_running,
             max_waiting=config.max_waiting,
@@ -82,8 +84,8 @@ def settle_sizes(
         memory_bytes: Memory of one device.
         itemsize: Bytes of one weight or KV value.
         kernels: The implementation of the ops; "pallas" has sizes of its own.
-        num_chips: Chips that the text model and its pages are split over. Those of a CPU are
-            simulated, and share its memory.
+        num_chips: Chips that the text model and its pages are split over, and that encode a lane
+            each. Those of a CPU are simulated, and share its memory.
 
     Raises:
         ConfigError: Settings that exceed the memory or the model, or contradict each other.
@@ -129,6 +131,7 @@ def settle_sizes(
         max_lane_patches=patches[-1],
         buckets=Buckets(tokens=tokens, patches=patches),
         whole_items=model.text.both_ways,
+        num_lanes=num_chips,
     )
     _check_memory(sizes, model, memory_bytes, itemsize, num_chips)
     return sizes

@@ -116,7 +116,7 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
         else min(LOW_DETAIL_PIXELS, config.engine.media.max_pixels or LOW_DETAIL_PIXELS),
     )
     _add_answers(app, completions, served)
-    _add_native(app, Native(engine, completions, served, offload))
+    _add_native(app, Native(engine, completions, served, offload, config.deadline_seconds))
     _add_state(app, engine, metrics, name)
     describe(app, *BODIES)
     return app

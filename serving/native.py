@@ -24,15 +24,22 @@ from serving.offload import Offload
 from serving.protocol import ChatRequest
 from serving.structured import tool_dicts
 from serving.translate import message_of
+from serving.worker import while_connected, within
 
 
 class Native:
     """Answers what is no answer of the model."""
 
     def __init__(
-        self, engine: ServedEngine, completions: Completions, served: Served, offload: Offload
+        self,
+        engine: ServedEngine,
+        completions: Completions,
+        served: Served,
+        offload: Offload,
+        deadline_seconds: float,
     ) -> None:
-        """Take the parts that it needs."""
+        """Take the parts that it needs, and the time that a plan may take."""
+        self._deadline_seconds = deadline_seconds
         self._engine = engine
         self._completions = completions
         self._offload = offload
@@ -41,18 +48,19 @@ class Native:
 
     async def tokenize(self, http: Request) -> dict[str, Any]:
         """Ids of a text or a conversation; an image is one placeholder id, however large."""
-        body = await read_body(http)
+        body = await read_body(http, self._offload)
         return await self._offload.run(len(body), self._tokenize, body)
 
     async def detokenize(self, http: Request) -> dict[str, Any]:
         """Text of ids; what is no UTF-8 becomes U+FFFD, ids beyond the vocabulary nothing."""
-        body = await read_body(http)
+        body = await read_body(http, self._offload)
         return await self._offload.run(len(body), self._detokenize, body)
 
     async def plan(self, http: Request) -> dict[str, Any]:
         """What a request would cost now: tokens, buckets, padding, hits and pages."""
         _, [request] = await self._completions.prepare(http, self._plans)
-        return dataclasses.asdict(await self._engine.cost(request))
+        work = within(self._deadline_seconds, self._engine.cost(request))
+        return dataclasses.asdict(await while_connected(http.receive, work))
 
     async def flush_cache(self, http: Request) -> dict[str, Any]:
         """Forget all prefixes, encoded items and known files that no running request uses.
@@ -70,7 +78,7 @@ class Native:
 
     async def abort(self, http: Request) -> dict[str, Any]:
         """End an answer that is being made; its own client gets an error that says so."""
-        body = await read_body(http)
+        body = await read_body(http, self._offload)
         asked = await self._offload.run(len(body), parse, AbortRequest, body)
         if not self._completions.abort(http.state.tenant, asked.id):
             raise UnknownAnswer("no answer of this id is being made")

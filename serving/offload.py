@@ -8,7 +8,8 @@ from typing import ParamSpec, TypeVar
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
-_THREADS = 4
+_THREADS = 2
+"""More would wait for Python's lock, and make the event loop wait behind them."""
 SHORT = 1 << 14
 """Bytes that cost less to work on than to pass to a thread."""
 
@@ -17,7 +18,7 @@ class Offload:
     """One for a server; what does not fit its threads waits in the order in which it came."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxmm-http")
+        self._threads: ThreadPoolExecutor | None = None
 
     async def run(
         self,
@@ -36,9 +37,13 @@ class Offload:
         """
         if num_bytes <= SHORT:
             return work(*args, **kwargs)
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxmm-http")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, lambda: work(*args, **kwargs))
 
     def close(self) -> None:
-        """Forget what waits; what runs comes to its end."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Forget what waits; what runs comes to its end. The next `run` begins anew."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None

@@ -108,13 +108,8 @@ class Pump:
     async def _run(
         self, engine: Streams, requests: Sequence[Request], deadline_seconds: float
     ) -> None:
-        try:
-            async with asyncio.timeout(deadline_seconds):
-                await _together([self._take(engine, request) for request in requests])
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"no complete answer in {deadline_seconds:g} s; ask for fewer tokens, or later"
-            ) from None
+        work = [self._take(engine, request) for request in requests]
+        await within(deadline_seconds, _together(work))
 
     async def _take(self, engine: Streams, request: Request) -> None:
         async for delta in engine.astream(request):
@@ -134,6 +129,21 @@ async def _together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
                 group.create_task(one)
     except ExceptionGroup as several:
         raise several.exceptions[0] from None
+
+
+async def within(seconds: float, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Do `work`, and cancel it when it takes too long.
+
+    Raises:
+        DeadlineExceeded: It was not done in time.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"no complete answer in {seconds:g} s; ask for fewer tokens, or later"
+        ) from None
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:

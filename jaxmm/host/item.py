@@ -54,12 +54,12 @@ class Item:
     """Which time step of its video; each is an item of its own."""
     time: int | None = None
     """M-RoPE time from the video's first step on; None: it is numbered as a picture is."""
+    overview_patches: int = 0
+    """Patches of a view of the whole, beside those of the tiles, which `grid_thw` counts."""
     kept: npt.NDArray[np.int32] | None = None
     """int32[kept]: rows that have tokens, of a step of a pruned video; None: all."""
     pruning: bytes = b""
     """32 bytes: the whole video and the rate, of a step of a pruned video."""
-    overview_patches: int = 0
-    """Patches of a view of the whole, beside those of the tiles, which `grid_thw` counts."""
 
     @property
     def continues(self) -> bool:

@@ -15,10 +15,11 @@ leave is padding (segment and window -1):
 All of that depends on the grid alone and is remembered for the grids seen last.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,8 @@ MERGE_SIZE = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodeBatch:
-    """One lane of N patches. Patches and coords of padding are of no consequence."""
+    """One lane of N patches, or several one behind the other, N in all. Patches and coords of
+    padding are of no consequence."""
 
     patches: npt.NDArray[np.uint8]
     """uint8[N, U], the patches of a row one after the other."""
@@ -41,7 +43,7 @@ class EncodeBatch:
     coords: npt.NDArray[np.int32]
     """int32[N, 2]: row and column in the image's grid of patches."""
     segment: npt.NDArray[np.int32]
-    """int32[N]: which frame of which item, from 0 up in lane order; -1 for padding."""
+    """int32[N]: which frame of which item, in each lane from 0 up; -1 for padding."""
     window: npt.NDArray[np.int32] | None
     """int32[N]: which window of the frame, -1 for padding; None for a family without windows."""
     sizes: npt.NDArray[np.int32] | None
@@ -132,6 +134,54 @@ def pack_lane(
             start += layout.num_patches
             segment += 1
     return lane
+
+
+def spread(sizes: Sequence[int], num_lanes: int, capacity: int) -> list[list[list[int]]]:
+    """Spread items over lanes, the largest first, each to the emptiest lane.
+
+    Args:
+        sizes: Patches of each item, none over `capacity`.
+        num_lanes: Lanes that are encoded together, each on a chip of its own.
+        capacity: Patches of a lane at most.
+
+    Returns:
+        Rounds, mostly one; of each its lanes, some empty; of each the indices of its items.
+    """
+    rounds: list[list[list[int]]] = []
+    filled: list[list[int]] = []
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        fits = (r for r in range(len(rounds)) if min(filled[r]) + sizes[index] <= capacity)
+        place = next(fits, len(rounds))
+        if place == len(rounds):
+            rounds.append([[] for _ in range(num_lanes)])
+            filled.append([0] * num_lanes)
+        lane = filled[place].index(min(filled[place]))
+        rounds[place][lane].append(index)
+        filled[place][lane] += sizes[index]
+    return rounds
+
+
+def join_lanes(lanes: Sequence[EncodeBatch]) -> EncodeBatch:
+    """Lay lanes of one size one behind the other, for as many chips."""
+    if len(lanes) == 1:
+        return lanes[0]
+
+    def join(arrays: Iterable[npt.NDArray[Any] | None]) -> Any:
+        there = [array for array in arrays if array is not None]
+        return np.concatenate(there) if there else None
+
+    moving = any(lane.later is not None for lane in lanes)  # a still picture is twice the same
+    later = (lane.patches if lane.later is None else lane.later for lane in lanes)
+    return EncodeBatch(
+        patches=join(lane.patches for lane in lanes),
+        later=join(later) if moving else None,
+        coords=join(lane.coords for lane in lanes),
+        segment=join(lane.segment for lane in lanes),
+        window=join(lane.window for lane in lanes),
+        sizes=join(lane.sizes for lane in lanes),
+        slots=join(lane.slots for lane in lanes),
+        num_patches=sum(lane.num_patches for lane in lanes),
+    )
 
 
 def _write_frame(

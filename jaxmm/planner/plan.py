@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from jaxmm.basis import load_processor
 from jaxmm.config import EngineConfig
 from jaxmm.device.backend import Backend, check_sizes, model_obstacles, most_chips, rests
 from jaxmm.device.backend import spread_kv_heads as spread
@@ -20,7 +21,6 @@ from jaxmm.device.lowering import Lowering
 from jaxmm.device.sharding import param_spec
 from jaxmm.errors import ConfigError, ModelError
 from jaxmm.models import family_module, has_module, read_config
-from jaxmm.models.auto_processor import AutoImageProcessor
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.lane_forms import lane_patches
 from jaxmm.models.loading import param_shapes
@@ -120,7 +120,8 @@ def make_plan(
         raise ConfigError(f"tensor_parallel={num_chips} does not divide the model's {rest}")
     if num_chips > len(question.devices):
         raise ConfigError(
-            f"tensor_parallel={num_chips} and {topology} has {len(question.devices)} devices"
+            f"tensor_parallel={num_chips} and {question.topology} has "
+            f"{len(question.devices)} devices"
         )
     try:
         sizes = question.settle(num_chips)
@@ -171,18 +172,13 @@ def _directory(path: Path) -> Iterator[Path]:
 def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
     """The checkpoint's; without its file, one with the limits of the published checkpoints."""
     vision, media = model.vision, config.media
-    limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
-    if not has_module(model.family, "processor"):
-        return AutoImageProcessor.from_checkpoint(
-            directory, patch_size=vision.patch_size, merge_size=vision.merge_size, **limits
-        )
-    own = family_module(model.family, "processor").ImageProcessor
     names = ("preprocessor_config.json", "processor_config.json")
+    named = any((directory / name).exists() for name in names)
     # of tiles config.json tells all
-    if vision.tile_side or any((directory / name).exists() for name in names):
-        return own.from_checkpoint(directory, **limits)
+    if named or vision.tile_side or not has_module(model.family, "processor"):
+        return load_processor(config, model, directory)
     unit = vision.patch_size * vision.merge_size
-    return own(
+    return family_module(model.family, "processor").ImageProcessor(
         patch_size=vision.patch_size,
         merge_size=vision.merge_size,
         min_pixels=media.min_pixels or 4 * unit**2,

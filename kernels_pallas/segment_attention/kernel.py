@@ -133,13 +133,13 @@ def segment_attention(
         k_HNC: Keys.
         v_HNC: Values.
         plan: `plan_segments` of the lane with the same `tile` and `block`.
-        side_by_side: Give [N, H · C]; the heads of a group must fill whole registers.
+        side_by_side: Give [N, H · C] instead.
 
     Returns:
         [H, N, C] in the dtype of the values, zeros for padding.
     """
     H, N, C = q_HNC.shape
-    heads = math.gcd(H, MAX_HEADS)
+    heads = heads_of_group(H, C, side_by_side=side_by_side)
     query = pl.BlockSpec((heads, tile, C), lambda h, v, tile_V, *_: (h, tile_V[v], 0))
     key = pl.BlockSpec((heads, block, C), lambda h, v, tile_V, block_V, *_: (h, block_V[v], 0))
     query_id = pl.BlockSpec((1, tile), lambda h, v, tile_V, *_: (0, tile_V[v]))
@@ -170,6 +170,17 @@ def segment_attention(
         name="segment_attention",
     )(plan.tile_V, plan.block_V, plan.seen_V, plan.query_1N, plan.key_1N, q_HNC, k_HNC, v_HNC)
     return out
+
+
+def heads_of_group(num_heads: int, channels: int, *, side_by_side: bool) -> int:
+    """Heads that one program takes: side by side they must fill whole registers, or be all.
+
+    Sixteen heads of 72 channels (Qwen3-VL) only do so together.
+    """
+    divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+    whole = [n for n in divisors if n == num_heads or n * channels % LANES == 0]
+    fitting = whole if side_by_side else divisors
+    return max((n for n in fitting if n <= MAX_HEADS), default=fitting[0])
 
 
 def query_scale(channels: int) -> float:

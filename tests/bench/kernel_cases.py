@@ -177,12 +177,14 @@ def segment_case(patches: int, images: int, heads: int, channels: int) -> Case:
     steps = i32(patches // tile * (patches // block))
     plan = segment.SegmentPlan(steps, steps, steps, i32(), i32(1, patches), i32(1, patches))
     x = bf16(heads, patches, channels)
-    groups = heads // math.gcd(heads, segment.MAX_HEADS)
+    groups = heads // segment.heads_of_group(heads, channels, side_by_side=True)
     half = float(size < block)
     share = patches / tile / visits
     return Case(
         name=f"segments {images} x {size}, {heads} heads of {channels}",
-        function=functools.partial(segment.segment_attention, tile=tile, block=block),
+        function=functools.partial(
+            segment.segment_attention, tile=tile, block=block, side_by_side=True
+        ),
         args=(x, x, x, plan),
         hbm_bytes=4 * 2 * patches * heads * channels,
         flops=4 * patches * size * heads * channels,

@@ -1,5 +1,7 @@
 """Whole steps of published models, lowered for chips that are not there."""
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -52,6 +54,42 @@ def qwen2_5_vl_7b(text_layers: int = 28, vision_layers: int = 32) -> ModelConfig
         eos_token_ids=(151645, 151643),
         max_position=128000,
     )
+
+
+def qwen3_vl_8b(text_layers: int = 36, vision_layers: int = 27) -> ModelConfig:
+    """Dimensions of Qwen3-VL-8B, with as many layers as asked for, from four up."""
+    text = TextConfig(
+        vocab_size=151936,
+        width=4096,
+        mlp_width=12288,
+        num_layers=text_layers,
+        num_heads=32,
+        num_kv_heads=8,
+        head_channels=128,
+        rms_eps=1e-6,
+        rope_theta=5e6,
+        mrope_section=(24, 20, 20),
+        tied=False,
+        deepstack_levels=3,
+    )
+    vision = VisionConfig(
+        depth=vision_layers,
+        width=1152,
+        num_heads=16,
+        mlp_width=4304,
+        patch_size=16,
+        temporal_patch_size=2,
+        merge_size=2,
+        in_channels=3,
+        out_width=4096,
+        window_patches=0,
+        full_attention_layers=(),
+        position_side=48,
+        deepstack_layers=(8, 16, 24) if vision_layers > 24 else (0, 1, 2),
+        image_mean=(0.5, 0.5, 0.5),
+        image_std=(0.5, 0.5, 0.5),
+    )
+    return dataclasses.replace(qwen2_5_vl_7b(), family="qwen3_vl", text=text, vision=vision)
 
 
 SERVING = Sizes(

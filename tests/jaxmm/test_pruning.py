@@ -252,7 +252,7 @@ def test_a_prompt_too_long_is_refused_before_anything_is_encoded() -> None:
     on.flush_caches()
     before = encoded(on)
     frames = clip("qwen2_vl", 192)  # 96 steps, 1536 rows
-    with pytest.raises(RequestError, match="768 of them from images; the limit is"):
+    with pytest.raises(RequestError, match="768 of them from images and videos; the limit is"):
         ask(on, request(turn("<video>", "red " * 400), videos=(frames,), video_pruning_rate=0.5))
     assert encoded(on) == before
     [result] = ask(

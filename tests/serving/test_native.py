@@ -1,5 +1,6 @@
 """jaxmm's own endpoints: generation as the engine takes it, tokens, plans, caches, aborts."""
 
+import asyncio
 import base64
 import json
 import re
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from serving.config import ServerConfig
 from serving.example import picture_uri
 from serving.metrics import CONTENT_TYPE
 from tests.fakes import FakeEngine
@@ -254,3 +256,31 @@ def test_times_and_ends_are_counted(tokenizer):
     assert 'jaxmm_completions_total{finish_reason="stop"} 4.0' in text
     assert "jaxmm_request_seconds_count 2.0" in text
     assert 'jaxmm_cache_hits_total{cache="rows"} 2.0' in text
+
+
+class Planning(FakeEngine):
+    """Takes its time over a plan."""
+
+    async def cost(self, request):
+        self.running.add(request.id)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.aborted.append(request.id)
+            raise
+        finally:
+            self.running.discard(request.id)
+
+
+def test_a_plan_ends_with_its_deadline_and_with_its_client(tokenizer):
+    engine = Planning(tokenizer)
+    body = {"messages": ASK}
+    with running(engine, ServerConfig(deadline_seconds=1.0)) as url:
+        refused = post_to(url, "/v1/plan", body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert len(engine.aborted) == 1
+    with running(engine) as url:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/plan", json=body, timeout=2.0)
+        wait_until(lambda: len(engine.aborted) == 2)
+        assert not engine.running

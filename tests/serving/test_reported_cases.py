@@ -23,6 +23,7 @@ from tests.held import quiet
 from tests.serving.conftest import ASK, post, post_to, running
 from tests.serving.media_host import media_host
 from tests.serving.soak_server import resident_bytes
+from tests.serving.test_clients import wait_until
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 20
@@ -38,13 +39,6 @@ def asking(*urls: str, **fields: Any) -> dict[str, Any]:
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": u}} for u in urls]
     parts.append({"type": "text", "text": "What is it?"})
     return {"messages": [{"role": "user", "content": parts}], "max_tokens": 2, **fields}
-
-
-def wait_until(met: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not met() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert met()
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ def _pieces(turn: Turn, before: str = "", after: str = "") -> Iterator[Piece]:
     models were trained with.
     """
     kinds = iter(turn.modalities)
-    text, empty, touches = before, True, False
+    text, touches = before, False
     for part in _stripped(turn.parts):
         if touches and (part is None or not part[:1].isspace()):
             text += "\n"
@@ -101,9 +101,8 @@ def _pieces(turn: Turn, before: str = "", after: str = "") -> Iterator[Piece]:
             raise RequestError("this model takes no videos; send pictures")
         yield text
         yield Modality.IMAGE
-        text, empty = "", False
-    if text or after or empty:
-        yield text + after
+        text = ""
+    yield text + after
 
 
 def _stripped(parts: Sequence[str | None]) -> list[str | None]:

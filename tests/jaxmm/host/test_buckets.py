@@ -16,7 +16,8 @@ def test_token_rungs_worked_out_by_hand() -> None:
     )
     assert token_rungs(1, 80, dense=True) == (1, 2, 4, 8, 16, 32, 64, 96)
     assert token_rungs(128, 200, dense=True) == (128, 160, 192, 224)
-    assert token_rungs(256, 400, dense=True) == (256, 288, 320, 384, 448)
+    assert token_rungs(256, 340, dense=True) == (256, 288, 320, 352)
+    assert token_rungs(480, 600, dense=True) == (512, 576, 640)
 
 
 def test_patch_rungs_worked_out_by_hand() -> None:

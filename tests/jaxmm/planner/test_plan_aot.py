@@ -74,5 +74,5 @@ def test_the_plan_is_what_the_compiler_says_of_the_whole_model() -> None:
         assert step.collective_bytes == compiled.collective_bytes
     # one sum for the embeddings, two a layer
     assert plan.steps[1].collectives == {"all-reduce": 1 + 2 * LAYERS}
-    assert plan.steps[2].collectives == {}
+    assert plan.steps[2].collectives == {"all-gather": 1}  # the rows of all chips
     assert [(r.length, r.pages, r.fit) for r in plan.requests] == [(1024, 8, 8)]

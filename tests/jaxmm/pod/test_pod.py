@@ -71,6 +71,29 @@ def test_four_processes_answer_as_one_and_all_name_the_one_that_was_killed() -> 
             assert re.search(r"the pod ends: process 2 \(.*\) was lost", out), out
 
 
+def test_replicas_on_processes_of_their_own_answer_as_one() -> None:
+    model = checkpoint("qwen2_5_vl")
+    with pod(model, LEADER, 2, replicas=2) as (leader, follower):
+        assert first_answer(leader) == expected(model)
+        follower.kill()
+        status, out = ends(leader, time.monotonic())
+    assert status == 1
+    assert re.search(r"the pod ends: process 1 \(.*\) was lost", out)
+
+
+def test_replicas_on_two_processes_each_answer_as_one_and_end_together() -> None:
+    """The second replica has no chip of process 0, which hears its tokens."""
+    model = checkpoint("qwen2_5_vl")
+    with pod(model, LEADER, 4, replicas=2) as processes:
+        assert first_answer(processes[0]) == expected(model)
+        processes[3].kill()
+        since = time.monotonic()
+        for process in processes[:3]:
+            status, out = ends(process, since)
+            assert status == 1
+            assert re.search(r"the pod ends: process 3 \(.*\) was lost", out), out
+
+
 def test_a_converted_model_is_restored_by_parts_and_the_end_of_process_0_ends_all(
     tmp_path: Path,
 ) -> None:

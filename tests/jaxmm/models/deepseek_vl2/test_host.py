@@ -156,6 +156,22 @@ def test_system_turns_and_pictures_that_touch_text(tokenizer: ChatTokenizer) -> 
     )
 
 
+def test_two_questions_in_a_row_and_calls_as_text(tokenizer: ChatTokenizer) -> None:
+    image = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    written = text_of(
+        tokenizer,
+        image,
+        image,
+        {"role": "assistant", "content": "yes", "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+    )
+    question = "<|User|>: <image>\na\n\n"
+    assert written.startswith(f"<｜begin▁of▁sentence｜>{question}{question}<|Assistant|>:yes\n")
+    assert '"look"' in written
+    assert written.endswith("\n4\n</tool_response>\n\n<|Assistant|>:")
+
+
 def test_typed_tokens_bind_no_picture_and_end_no_turn(tokenizer: ChatTokenizer) -> None:
     typed = "a <image> b <|Assistant|>: c <｜end▁of▁sentence｜> d"
     ids, slots = tokenizer.encode_chat([{"role": "user", "content": typed}])
