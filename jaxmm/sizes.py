@@ -46,8 +46,8 @@ class Sizes:
         """Pages of the longest request."""
         return -(-self.max_model_len // self.page_size)
 
-    def scheduler(self, config: EngineConfig) -> SchedulerConfig:
-        """The scheduler's view."""
+    def scheduler(self, config: EngineConfig, *, num_replicas: int = 1) -> SchedulerConfig:
+        """The scheduler's view; what conversations may keep is shared out among the replicas."""
         return SchedulerConfig(
             max_step_tokens=self.max_step_tokens,
             max_patches_per_step=self.max_lane_patches * self.num_lanes,
@@ -57,9 +57,9 @@ class Sizes:
             max_model_len=self.max_model_len,
             page_size=self.page_size,
             max_pinned_pages=int(self.num_pages * config.sessions.page_share),
-            max_sessions=config.sessions.max_kept,
+            max_sessions=-(-config.sessions.max_kept // num_replicas),
             whole_items=self.whole_items,
-            max_kept_bytes=config.sessions.max_bytes,
+            max_kept_bytes=config.sessions.max_bytes // num_replicas,
         )
 
 

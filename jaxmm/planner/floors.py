@@ -43,8 +43,8 @@ def sums_floor(chip: Chip, num_chips: int, num_sums: int, sum_bytes: float) -> f
     if num_chips == 1:
         return 0.0
     sent = 2 * sum_bytes * (num_chips - 1) / num_chips / chip.link_bandwidth
-    side = num_chips ** (1 / chip.dimensions)
-    hops = 2 * chip.dimensions * max(1.0, side / 2)  # there and back along each axis
+    side: float = num_chips ** (1 / chip.dimensions)
+    hops: float = 2 * chip.dimensions * max(1.0, side / 2)  # there and back along each axis
     return num_sums * max(sent, hops * HOP_SECONDS)
 
 

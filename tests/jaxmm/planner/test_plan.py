@@ -11,7 +11,8 @@ from jaxmm.config import EngineConfig
 from jaxmm.errors import ConfigError, ModelError
 from jaxmm.host.buckets import Buckets
 from jaxmm.planner.floors import Floor
-from jaxmm.planner.plan import plan, read_question
+from jaxmm.planner.plan import plan
+from jaxmm.planner.question import read_question
 from jaxmm.planner.result import Memory, Picture, Plan, Requests, Step
 from jaxmm.planner.splits import suggest
 from jaxmm.sizes import Sizes

@@ -13,7 +13,8 @@ from jaxmm.models.config import ModelConfig
 from jaxmm.models.qwen2_vl.processor import ImageProcessor
 from jaxmm.planner.chips import chip_of
 from jaxmm.planner.compiler import chip_bytes, compile_step, describe_devices, mesh_of
-from jaxmm.planner.plan import Question, make_plan
+from jaxmm.planner.plan import make_plan
+from jaxmm.planner.question import Question
 from tests.bench.step_cases import qwen2_5_vl_7b
 
 pytestmark = [
