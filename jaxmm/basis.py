@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmm.config import EngineConfig
-from jaxmm.device.backend import Backend, check_sizes, settle_backend, spread_kv_heads
+from jaxmm.device.backend import Backend, check_sizes, settle_backends, spread_kv_heads
 from jaxmm.device.executables import source_digest
-from jaxmm.device.scratch import keep_scratch_memory
+from jaxmm.device.scratch import keep_scratch_memory, share_heap
 from jaxmm.errors import ModelError
 from jaxmm.host.identity import check_vocabulary
 from jaxmm.models import family_module, has_module, read_config
@@ -40,15 +41,17 @@ class Basis:
     model: ModelConfig
     dtype: Any
     processor: Any
-    backend: Backend
+    backends: tuple[Backend, ...]
+    """One for each replica."""
     sizes: Sizes
+    """Of a replica."""
 
     @property
     def fingerprint(self) -> str:
         """Equal where the same steps are run on the same weights."""
         files = sorted((p.name, p.stat().st_size) for p in self.directory.glob("*.safetensors"))
         dtype, source = np.dtype(self.dtype), source_digest()
-        return f"{self.model}|{self.sizes}|{dtype}|{self.backend}|{source}|{files}"
+        return f"{self.model}|{self.sizes}|{dtype}|{self.backends}|{source}|{files}"
 
 
 def settle_basis(config: EngineConfig) -> Basis:
@@ -57,6 +60,7 @@ def settle_basis(config: EngineConfig) -> Basis:
     Raises:
         ConfigError, ModelError: The message names the setting or key.
     """
+    share_heap()  # before the first use of a device starts its threads
     join(config)
     if jax.default_backend() == "cpu" and not keep_scratch_memory():
         logger.info("the C library keeps no scratch memory: steps clear theirs anew")
@@ -65,15 +69,17 @@ def settle_basis(config: EngineConfig) -> Basis:
     check_vocabulary(model.text.vocab_size)
     dtype = _dtype(config)
     processor = _processor(config, model, directory)
-    backend = settle_backend(config.kernels, config.tensor_parallel, model, dtype)
-    model = spread_kv_heads(model, backend.num_shards)
+    backends = settle_backends(
+        config.kernels, config.tensor_parallel, config.data_parallel, model, dtype
+    )
+    model = spread_kv_heads(model, backends[0].num_shards)
     return Basis(
         directory=directory,
         model=model,
         dtype=dtype,
         processor=processor,
-        backend=backend,
-        sizes=_sizes(config, model, processor, backend),
+        backends=backends,
+        sizes=_sizes(config, model, processor, backends),
     )
 
 
@@ -86,9 +92,11 @@ def describe_buckets(config: EngineConfig) -> str:
     def packed(width: int, height: int) -> int:
         return lane_patches(processor.grid(height, width), model.vision)
 
-    backend = settle_backend(config.kernels, config.tensor_parallel, model, _dtype(config))
-    spread = spread_kv_heads(model, backend.num_shards)
-    return describe(_sizes(config, spread, processor, backend), packed)
+    backends = settle_backends(
+        config.kernels, config.tensor_parallel, config.data_parallel, model, _dtype(config)
+    )
+    spread = spread_kv_heads(model, backends[0].num_shards)
+    return describe(_sizes(config, spread, processor, backends), packed)
 
 
 def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
@@ -132,14 +140,18 @@ def video_processor(config: EngineConfig, basis: Basis) -> Any:
     )
 
 
-def _sizes(config: EngineConfig, model: ModelConfig, processor: Any, backend: Backend) -> Sizes:
-    dtype = np.dtype(_dtype(config))
+def _sizes(
+    config: EngineConfig, model: ModelConfig, processor: Any, backends: Sequence[Backend]
+) -> Sizes:
+    """Of one replica; those on a CPU share its memory."""
+    dtype, backend = np.dtype(_dtype(config)), backends[0]
+    sharers = len(backends) if jax.default_backend() == "cpu" else 1
     sizes = settle_sizes(
         config,
         model,
         processor.max_patches,
         platform=jax.default_backend(),
-        memory_bytes=device_memory_bytes(),
+        memory_bytes=device_memory_bytes() // sharers,
         itemsize=dtype.itemsize,
         kernels=backend.kernels,
         num_chips=backend.num_shards,

@@ -104,11 +104,14 @@ class BucketConfig:
     max_step_tokens: int = 0
     """Tokens of one step, decodes and chunks together; 0: 512 on CPU, 2048 on TPU."""
     max_patches_per_step: int = 0
-    """Patches that are encoded in one step at most; 0: the largest image's."""
+    """Patches that a chip encodes in one step at most; 0: the largest image's."""
     min_step_tokens: int = 1
     """Lowest rung of step tokens."""
     min_lane_patches: int = 0
     """Lowest rung of encode patches; 0: 256."""
+    rehearse: bool = True
+    """On a CPU: run each small step once while there is nothing else to do. XLA prepares a step's
+    products at its first run, for which the first request of that size would wait 0.3 s."""
 
     def __post_init__(self) -> None:
         _check(
@@ -243,6 +246,10 @@ class EngineConfig:
     tensor_parallel: int = 1
     """Chips that the language model is split over; its heads, MLP and vocabulary must divide by it.
     0: as many as there are and do."""
+    data_parallel: int = 1
+    """Replicas of the model, each on `tensor_parallel` chips, with pages and caches of its own. A
+    request goes where most of its prompt is cached, weighed against the load. 0: as many as there
+    are chips for."""
     coordinator: str = ""
     """`host:port` of process 0, port free; empty: what Cloud TPU or GKE say, if they do."""
     num_processes: int = 0
@@ -275,6 +282,7 @@ class EngineConfig:
             self,
             "",
             tensor_parallel=(0, 1024),
+            data_parallel=(0, 1024),
             max_model_len=(2, 1 << 24),
             max_running=(1, 4096),
             max_waiting=(1, 1 << 20),

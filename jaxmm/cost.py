@@ -58,7 +58,7 @@ def estimate(sequence: Sequence, parts: "Parts") -> Cost:
 
     Args:
         sequence: One of the request's completions, as the intake made it.
-        parts: Of the engine.
+        parts: Of the replica that would serve it.
 
     Raises:
         PromptTooLong, MediaTooLarge: It can never run.

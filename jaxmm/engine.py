@@ -44,15 +44,16 @@ class Engine:
             ModelError: A checkpoint that cannot be loaded.
         """
         self.config = config or EngineConfig()
-        self._parts: Parts = build_parts(self.config)
+        self.replicas: tuple[Parts, ...] = build_parts(self.config)
+        self._parts = self.replicas[0]
         self.tokenizer = self._parts.tokenizer
         self.model_name = self._parts.model_name
         self.sizes = self._parts.sizes
         self.ledger = self._parts.ledger
         self.scheduler = self._parts.scheduler
-        self._loop = Loop(self._parts)
+        self._loop = Loop(self.replicas)
         self._intake = Intake(
-            self._parts,
+            self.replicas,
             self._loop,
             max_waiting=self.config.max_waiting,
             pruning_rate=self.config.media.video_pruning_rate,
@@ -63,6 +64,11 @@ class Engine:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="jaxmm-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def pictures_are_alike(self) -> bool:
+        """Every picture becomes the same size, whatever its own."""
+        return self._parts.model.vision.picture_side > 0
 
     @property
     def healthy(self) -> bool:
@@ -148,7 +154,16 @@ class Engine:
     def forget(self, keep: Keep) -> None:
         """Give back what a conversation keeps, after its running turn if there is one."""
         keep.closed = True
-        self._loop.post(lambda: self.scheduler.pins.drop(keep))
+
+        def drop() -> None:
+            for replica in self.replicas:
+                replica.scheduler.pins.drop(keep)
+
+        self._loop.post(drop)
+
+    def keeps(self, keep: Keep) -> bool:
+        """Whether the prefix of a conversation is pinned."""
+        return any(keep in replica.scheduler.pins for replica in self.replicas)
 
     async def cost(self, request: Request) -> Cost:
         """Tell what a request would cost now, without running it.
@@ -168,7 +183,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine has done and holds."""
-        return stats_of(self._parts, preparing=self._intake.num_preparing)
+        return stats_of(self.replicas, preparing=self._intake.num_preparing)
 
     def flush_caches(self) -> None:
         """Forget all prefixes, image rows and known pictures that no running request uses.
@@ -178,9 +193,10 @@ class Engine:
         done = threading.Event()
 
         def flush() -> None:
-            self.scheduler.pins.clear()
-            self._parts.prefix_cache.clear()
-            self._parts.arena.clear()
+            for replica in self.replicas:
+                replica.scheduler.pins.clear()
+                replica.prefix_cache.clear()
+                replica.arena.clear()
             self._parts.media_map.clear()
             self._parts.known_prunings.clear()
             done.set()
@@ -219,8 +235,10 @@ class Engine:
             logger.error("closed in a step that hangs: device memory goes with the process")
             self._parts.decoder.close()
             return
-        self.scheduler.pins.clear()
-        self._parts.close()
+        self._loop.close(wait=not self._given_up)
+        for replica in self.replicas:
+            replica.scheduler.pins.clear()
+            replica.close()
 
     def __enter__(self) -> Self:
         return self

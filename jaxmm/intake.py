@@ -49,15 +49,21 @@ class Intake:
     """Prepares requests and hands them to the loop; thread-safe."""
 
     def __init__(
-        self, parts: Parts, loop: Loop, *, max_waiting: int, pruning_rate: float = 0.0
+        self,
+        replicas: Tokens[Parts],
+        loop: Loop,
+        *,
+        max_waiting: int,
+        pruning_rate: float = 0.0,
     ) -> None:
-        """Take the parts.
+        """Take the parts of each replica.
 
         Args:
-            max_waiting: Bounds requests in preparation and in the queue.
+            max_waiting: Bounds requests in preparation and in the queues.
             pruning_rate: Of videos, where a request does not say.
         """
-        self._parts = parts
+        self._parts = parts = replicas[0]  # what is used here they share
+        self._schedulers = [replica.scheduler for replica in replicas]
         self._loop = loop
         self._max_waiting = max_waiting
         self._pruning_rate = pruning_rate
@@ -138,7 +144,8 @@ class Intake:
         if self._refusal is not None:
             raise EngineStopped(str(self._refusal))
         preparing = len(self._preparing) + self._num_estimates
-        if preparing + self._parts.scheduler.num_waiting >= self._max_waiting:
+        waiting = sum(scheduler.num_waiting for scheduler in self._schedulers)
+        if preparing + waiting >= self._max_waiting:
             raise Overloaded(
                 f"{self._max_waiting} requests are waiting, which is the limit "
                 "(max_waiting). Send the request again later."
@@ -159,7 +166,7 @@ class Intake:
     def _tell_cost(self, request: Request, sequence: Sequence, future: Future[Cost]) -> None:
         """On the loop's thread."""
         try:
-            cost = estimate(sequence, self._parts)
+            cost = estimate(sequence, self._loop.home_of(sequence, request.keep))
         except Exception as error:  # noqa: BLE001  # as in _prepare
             _settle(future, _refusal(error, request))
             return

@@ -2,8 +2,9 @@
 
 import contextlib
 import logging
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from jaxmm.basis import Basis, device_memory_bytes, settle_basis, video_processor
 from jaxmm.config import EngineConfig
 from jaxmm.device.ledger import CompileLedger
+from jaxmm.device.lowering import step_layout
 from jaxmm.device.runner import Runner
 from jaxmm.errors import ConfigError, ModelError, RequestError, SamplingError
 from jaxmm.host.arena import Arena
@@ -44,6 +46,7 @@ from jaxmm.models.twin import text_is_bfloat16
 from jaxmm.pod.followers import Followers
 from jaxmm.pod.join import meet
 from jaxmm.pod.lead import PodRunner
+from jaxmm.rehearsal import Rehearsal
 from jaxmm.request import SamplingParams
 from jaxmm.sizes import Sizes, has_room_for_twin
 
@@ -62,15 +65,14 @@ class Padding:
         self.used += used
         self.padded += bucket
 
-    @property
-    def share(self) -> float:
-        """Share of tokens that were filler, 0 to 1."""
-        return 1 - self.used / self.padded if self.padded else 0.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Everything that the engine's loop works with."""
+    """Everything that the engine's loop works with, for one replica.
+
+    Those of an engine differ in pool, prefix cache, arena, scheduler, runner and padding; all else
+    is the same object.
+    """
 
     model: ModelConfig
     model_name: str
@@ -90,6 +92,7 @@ class Parts:
     runner: Runner | PodRunner
     ledger: CompileLedger
     padding: Padding
+    rehearsal: Rehearsal
 
     @property
     def placeholder_ids(self) -> tuple[int, int]:
@@ -134,36 +137,62 @@ class Parts:
                     )
 
     def close(self) -> None:
-        """Free what does not go with the process."""
+        """Free what does not go with the process; called for one replica of an engine, or for all
+        of them."""
         self.decoder.close()
         self.runner.close()
         self.ledger.close()
 
 
-def load_runner(config: EngineConfig, basis: Basis, ledger: CompileLedger) -> Runner:
-    """Make the executables and load the weights, both at once.
+def load_runners(config: EngineConfig, basis: Basis, ledger: CompileLedger) -> dict[int, Runner]:
+    """Make the executables and load the weights of each replica that has chips here, both at once.
+
+    The weights are read once, and the executables compiled once: the other replicas get copies.
+
+    Returns:
+        By the replica's number.
 
     Raises:
         ModelError: The message names the tensor or key.
     """
-    runner = Runner(
-        basis.model,
-        basis.sizes,
-        basis.dtype,
-        backend=basis.backend,
-        ledger=ledger,
-        compile_cache_dir=config.compile_cache_dir,
-        twin=_wants_twin(config, basis),
-    )
-    with ThreadPoolExecutor(1, thread_name_prefix="jaxmm-load") as threads:
-        weights = threads.submit(_load_weights, config, basis, runner)
-        runner.warm_up(progress=config.progress)
-        runner.place(weights.result())
-    return runner
+    with _compiled_directory(config, basis) as directory:
+        runners = {
+            replica: Runner(
+                basis.model,
+                basis.sizes,
+                basis.dtype,
+                backend=backend,
+                ledger=ledger,
+                compile_cache_dir=directory,
+                twin=_wants_twin(config, basis),
+            )
+            for replica, backend in enumerate(basis.backends)
+            if jax.process_index() in backend.process_ids
+        }
+        first, *others = runners.values()
+        with ThreadPoolExecutor(1, thread_name_prefix="jaxmm-load") as threads:
+            weights = threads.submit(_load_weights, config, basis, first)
+            for runner in runners.values():
+                runner.warm_up(progress=config.progress)
+            params = weights.result()
+    first.place(params)
+    for runner in others:
+        runner.place_copy(params)
+    return runners
 
 
-def build_parts(config: EngineConfig) -> Parts:
-    """Load a checkpoint and make everything ready to serve.
+@contextlib.contextmanager
+def _compiled_directory(config: EngineConfig, basis: Basis) -> Iterator[str]:
+    """Where executables are kept; for the time of the start where replicas share them alone."""
+    if config.compile_cache_dir or len(basis.backends) == 1:
+        yield config.compile_cache_dir
+        return
+    with tempfile.TemporaryDirectory(prefix="jaxmm-compiled-") as directory:
+        yield directory
+
+
+def build_parts(config: EngineConfig) -> tuple[Parts, ...]:
+    """Load a checkpoint and make everything ready to serve: the parts of each replica.
 
     Raises:
         ConfigError, ModelError: The message names the setting, key or tensor.
@@ -177,21 +206,23 @@ def build_parts(config: EngineConfig) -> Parts:
             "jaxmm serve, or jaxmm.pod.follow.follow(config), here"
         )
     with contextlib.ExitStack() as undo:
-        parts = _build(config, basis, undo)
+        replicas = _build(config, basis, undo)
         undo.pop_all()
+    parts = replicas[0]
     logger.info(
-        "ready model=%s executables=%d pages=%d page_size=%d rows=%d seconds=%.1f",
+        "ready model=%s replicas=%d executables=%d pages=%d page_size=%d rows=%d seconds=%.1f",
         parts.model_name,
+        len(replicas),
         parts.runner.num_executables,
         parts.sizes.num_pages,
         parts.sizes.page_size,
         parts.sizes.num_rows,
         time.perf_counter() - start,
     )
-    return parts
+    return replicas
 
 
-def _build(config: EngineConfig, basis: Basis, undo: contextlib.ExitStack) -> Parts:
+def _build(config: EngineConfig, basis: Basis, undo: contextlib.ExitStack) -> tuple[Parts, ...]:
     """Everything from its basis; `undo` gives back what there is when something fails."""
     model, processor, sizes = basis.model, basis.processor, basis.sizes
     ledger = CompileLedger(config.on_recompile)
@@ -203,8 +234,9 @@ def _build(config: EngineConfig, basis: Basis, undo: contextlib.ExitStack) -> Pa
     video = video_processor(config, basis)
     with ThreadPoolExecutor(1, thread_name_prefix="jaxmm-words") as threads:
         words = threads.submit(_load_tokenizer, model, basis.directory)
-        runner = load_runner(config, basis, ledger)
-        undo.callback(runner.close)
+        here = load_runners(config, basis, ledger)
+        for runner in here.values():
+            undo.callback(runner.close)
         tokenizer, grammars = words.result()
     if followers is not None:
         followers.wait_ready()
@@ -220,10 +252,8 @@ def _build(config: EngineConfig, basis: Basis, undo: contextlib.ExitStack) -> Pa
     undo.callback(decoder.close)
     media_map = MediaMap(config.media.map_entries)
     decodes = Decodes(decoder, media_map)
-    pool = PagePool(sizes.num_pages)
-    prefix_cache = PrefixCache(pool, sizes.page_size, enabled=config.pages.prefix_cache)
-    arena = Arena(sizes.num_rows, config.arena.page_rows)
-    return Parts(
+    shared = partial(
+        Parts,
         model=model,
         model_name=basis.directory.name,
         sizes=sizes,
@@ -244,14 +274,58 @@ def _build(config: EngineConfig, basis: Basis, undo: contextlib.ExitStack) -> Pa
             encode_plain=tokenizer.encode_plain,
         ),
         known_prunings=KnownPrunings(),
+        ledger=ledger,
+    )
+    runners = _all_runners(basis, here, followers)
+    return tuple(_parts_of_replica(config, basis, shared, runner) for runner in runners)
+
+
+def _all_runners(
+    basis: Basis, here: Mapping[int, Runner], followers: Followers | None
+) -> list[Runner | PodRunner]:
+    """A runner for each replica; one with chips of other processes tells those."""
+    runners: list[Runner | PodRunner] = []
+    for replica, backend in enumerate(basis.backends):
+        if followers is None or backend.process_ids == (jax.process_index(),):
+            runners.append(here[replica])
+            continue
+        runner = PodRunner(
+            here.get(replica),
+            followers,
+            replica=replica,
+            backend=backend,
+            layout=partial(step_layout, basis.sizes, basis.model.text.vocab_size),
+            num_executables=basis.sizes.buckets.num_executables,
+        )
+        runners.append(runner)
+    return runners
+
+
+def _parts_of_replica(
+    config: EngineConfig, basis: Basis, shared: Callable[..., Parts], runner: Runner | PodRunner
+) -> Parts:
+    """What is shared, and empty caches beside it."""
+    sizes = basis.sizes
+    pool = PagePool(sizes.num_pages)
+    prefix_cache = PrefixCache(pool, sizes.page_size, enabled=config.pages.prefix_cache)
+    arena = Arena(sizes.num_rows, config.arena.page_rows)
+    limits = sizes.scheduler(config, num_replicas=len(basis.backends))
+    return shared(
         pool=pool,
         prefix_cache=prefix_cache,
         arena=arena,
-        scheduler=Scheduler(sizes.scheduler(config), pool, prefix_cache, arena),
-        runner=runner if followers is None else PodRunner(runner, followers),
-        ledger=ledger,
+        scheduler=Scheduler(limits, pool, prefix_cache, arena),
+        runner=runner,
         padding=Padding(),
+        rehearsal=Rehearsal(_rehearsed(config, runner), sizes, basis.model, pool),
     )
+
+
+def _rehearsed(config: EngineConfig, runner: Runner | PodRunner) -> Runner | None:
+    """The runner, where first runs are dear: measured on a CPU alone, and without a mesh."""
+    if not config.buckets.rehearse or jax.default_backend() != "cpu":
+        return None
+    return runner if isinstance(runner, Runner) and runner.backend.mesh is None else None
 
 
 def _end_pod(followers: Followers, _: object, error: BaseException | None, __: object) -> None:
@@ -273,7 +347,7 @@ def _wants_twin(config: EngineConfig, basis: Basis) -> bool:
     """Whether steps of one token shall read the decoder's weights in bfloat16."""
     return (
         jax.default_backend() == "cpu"
-        and basis.backend.mesh is None
+        and basis.backends[0].mesh is None
         and basis.dtype == jnp.float32
         and has_room_for_twin(config, basis.model, basis.sizes, device_memory_bytes())
         and not is_converted(basis.directory)

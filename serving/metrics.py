@@ -1,7 +1,7 @@
 """GET /metrics: what Prometheus reads. Names are stable; docs/metrics.md lists them. Host only."""
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, cast
 
@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jaxmm.request import Delta, Request
+from jaxmm.stats import ReplicaStats
 from serving.engine import ServedEngine
 
 if TYPE_CHECKING:
@@ -142,3 +143,26 @@ class _EngineCollector(Collector):
             misses.add_metric([name], cache.misses)
         yield hits
         yield misses
+        yield from _by_replica(stats.replicas)
+
+
+def _by_replica(replicas: Sequence[ReplicaStats]) -> Iterator[Metric]:
+    """What tells the replicas of an engine apart, labelled by their numbers from 0 up."""
+    for name, text, values in (
+        ("running", "Sequences that hold KV pages.", [r.running for r in replicas]),
+        ("waiting", "Sequences in the queue.", [r.waiting for r in replicas]),
+        ("free_pages", "KV pages that are free or evictable.", [r.free_pages for r in replicas]),
+    ):
+        gauge = GaugeMetricFamily(f"jaxmm_replica_{name}", text, labels=["replica"])
+        for index, value in enumerate(values):
+            gauge.add_metric([str(index)], value)
+        yield gauge
+    for name, text, values in (
+        ("prompt_tokens", "Prompt tokens admitted.", [r.prompt_tokens for r in replicas]),
+        ("output_tokens", "Tokens sampled.", [r.output_tokens for r in replicas]),
+        ("cached_tokens", "Prompt tokens cached.", [r.prefix_cache.hits for r in replicas]),
+    ):
+        counter = CounterMetricFamily(f"jaxmm_replica_{name}", text, labels=["replica"])
+        for index, value in enumerate(values):
+            counter.add_metric([str(index)], value)
+        yield counter

@@ -100,7 +100,7 @@ class Prompt:
         self.shown = [] if layout.frames else shown  # facts are about still pictures
         self.ids, self.at, self.branch = [], [], []
         self.labels, self.rows, self.skills, self.kinds = [], [], [], []
-        self.names, self.facts, self.ends = [], [], []
+        self.names, self.facts, self.ends, self.read = [], [], [], []
         self.next, self.current = 0, 0
 
     def text(self, ids, label: int | None = None) -> None:
@@ -151,8 +151,11 @@ class Prompt:
         self.skills.append(SKILL_INDEX[turn[2]])
         self.kinds.append(kinds.INDEX[kinds.kind(turn)])
         if self.shown:
-            told = facts.answer_facts(turn, e, self.shown, self.encoder.words)
+            sizes, words = self.layout.sizes, self.encoder.words
+            told = list(facts.answer_facts(turn, e, self.shown, sizes, words))
             self.tell((i - 1, vector) for i, vector in told)
+            read = [i - 1 for i, vector in told if vector[facts.NAME["slot"]]]
+            self.read += [(len(self.ids) + at, 1 + k) for k, at in enumerate(read)]
             if len(self.names) == 1 and len(self.skills) == 1:  # asked before the pictures
                 self.tell([(-1, facts.about(self.names[0], self.shown))])
         self.text((*e(turn[1]), *e("<|im_end|>")), len(self.skills) - 1)
@@ -279,10 +282,11 @@ def all_facts(layout: Layout, prompts: list[Prompt], aux: np.ndarray, length: in
     for i, p in enumerate(prompts):
         row_at += [i * length + r for r in p.rows]
         rows.append(told_rows(layout, aux[i], p.names))
-        ends = np.zeros((len(p.ends), len(ROW_FACTS)), np.int64)
-        ends[:, facts.ROW["last"]] = [char for _, char in p.ends]
-        rows.append(ends)
-        row_at += [i * length + at for at, _ in p.ends]
+        for name, told in (("last", p.ends), ("index", p.read)):
+            some = np.zeros((len(told), len(ROW_FACTS)), np.int64)
+            some[:, facts.ROW[name]] = [value for _, value in told]
+            rows.append(some)
+            row_at += [i * length + at for at, _ in told]
         name_at += [i * length + at for at, _ in p.facts]
         names += [vector for _, vector in p.facts]
     told = np.stack(names) if names else np.zeros((0, len(NAME_FACTS) + NUMBERS), np.int64)

@@ -18,23 +18,29 @@ CHARS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 COLOUR_NAMES = tuple(COLOURS)
 # (name, classes, weight); class 0 is "not said here"
 ROW_FACTS = (
-    ("picture", 3, 2.0),  # first or second of a pair
-    ("nth_shape", 7, 1.0),  # objects of its shape up to this one, in the order of the rows
-    ("nth_colour", 7, 1.0),
-    ("nth", 7, 1.0),
+    ("picture", 3, 1.0),  # first or second of a pair
+    ("nth_shape", 7, 3.0),  # objects of its shape up to this one, in the order of the rows
+    ("nth_colour", 7, 2.0),
+    ("nth", 7, 2.0),
     ("order", 9, 1.0),  # which character of its line the first one here is
-    ("named", 4, 2.0),  # question before the picture: names nothing here, its first name, its second
-    ("last", 37, 1.0),  # the end of an answer that reads: its last character
+    (
+        "named",
+        4,
+        2.0,
+    ),  # question before the picture: names nothing here, its first name, its second
+    ("last", 37, 0.5),  # the end of an answer that reads: its last character
+    ("index", 9, 1.0),  # a token before a character that is read: which one that is
 )
 NAME_FACTS = (
-    ("count0", 8, 2.0),  # 1 + objects of that name in the first picture
-    ("count1", 8, 2.0),
+    ("count0", 8, 6.0),  # 1 + objects of that name in the first picture
+    ("count1", 8, 4.0),
     ("colour0", 9, 1.0),  # if they share one
     ("colour1", 9, 1.0),
     ("shape0", 7, 1.0),
     ("shape1", 7, 1.0),
     ("length0", 9, 1.0),  # of the text that is to be read
     ("length1", 9, 1.0),
+    ("slot", 4, 2.0),  # which character of its vision row is read next
 )
 NUMBERS = 4  # x and y in the first picture, in the second: 1 + thousandths of width and height
 ROW = {name: i for i, (name, _, _) in enumerate(ROW_FACTS)}
@@ -108,19 +114,27 @@ def question_facts(ids: tuple[int, ...], scenes: list[Scene], words: Words) -> l
     return [(i, about(name, scenes)) for i, name in words.names(ids)]
 
 
-def answer_facts(turn: Turn, encode, scenes: list[Scene], words: Words) -> Iterator[Fact]:
-    """Where to look for each token of an answer; the fact of index i belongs to the token before it."""
+def answer_facts(turn: Turn, encode, scenes: list[Scene], sizes, words: Words) -> Iterator[Fact]:
+    """Where to look for each token of an answer; the fact of index i belongs to the token before it.
+
+    Args:
+        sizes: (width, height) of each picture as the model sees it.
+    """
     question, answer, skill = turn
     slot = int("second" in question and len(scenes) == 2)
     scene, ids = scenes[slot], encode(answer)
     if skill == "describe":
         yield from described(ids, scene, words)
     start = find(encode(scene.text), ids) if scene.text else None
-    for k, (_, x, y) in enumerate(scene.chars if start is not None and skill != "follow_up" else ()):
+    slots = row_slots(scene, sizes[slot])
+    for k, (_, x, y) in enumerate(
+        scene.chars if start is not None and skill != "follow_up" else ()
+    ):
         told = nothing()
         look(told, slot, scene, x, y)
         if k == 0:
             told[NAME[f"length{slot}"]] = min(8, len(scene.text))
+        told[NAME["slot"]] = 1 + slots[k]
         yield start + k, told
     asked = re.search(r"the (\w+) character\?", question)
     if asked and skill == "extra":
@@ -128,6 +142,13 @@ def answer_facts(turn: Turn, encode, scenes: list[Scene], words: Words) -> Itera
         k = ORDINALS.index(asked[1])
         look(told, slot, scene, *scene.chars[k][1:])
         yield 0, told
+
+
+def row_slots(scene: Scene, size: tuple[int, int]) -> list[int]:
+    """Of each character, how many before it have their middle in the same vision row."""
+    scale_x, scale_y = size[0] / scene.width / 28, size[1] / scene.height / 28
+    cells = [(int(x * scale_x), int(y * scale_y)) for _, x, y in scene.chars]
+    return [min(2, cells[:i].count(cell)) for i, cell in enumerate(cells)]
 
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
@@ -153,7 +174,11 @@ def find(part: tuple[int, ...], ids: tuple[int, ...]) -> int | None:
 
 
 def row_facts(
-    shapes: np.ndarray, colours: np.ndarray, order: np.ndarray, picture: np.ndarray, names: list[Name]
+    shapes: np.ndarray,
+    colours: np.ndarray,
+    order: np.ndarray,
+    picture: np.ndarray,
+    names: list[Name],
 ) -> np.ndarray:
     """What vision rows are told.
 
@@ -180,5 +205,7 @@ def row_facts(
                 own = COLOUR_NAMES[colours[row] - 1], SHAPES[shapes[row] - 1]
                 hits = [k for k, name in enumerate(names[:2]) if fits(name, *own)]
                 told[row, ROW["named"]] = 2 + hits[0] if hits else 1
-    told[:, ROW["nth_shape"] : ROW["nth"] + 1].clip(max=6, out=told[:, ROW["nth_shape"] : ROW["nth"] + 1])
+    told[:, ROW["nth_shape"] : ROW["nth"] + 1].clip(
+        max=6, out=told[:, ROW["nth_shape"] : ROW["nth"] + 1]
+    )
     return told

@@ -18,7 +18,7 @@ from jaxmm.device.executables import Key, Lower
 from jaxmm.device.kv import KV_POOL, pool_shape
 from jaxmm.device.lane import Lane
 from jaxmm.device.sampling import init_state
-from jaxmm.device.sharding import PATCHES, WHOLE, param_spec
+from jaxmm.device.sharding import LANES, WHOLE, param_spec
 from jaxmm.host.batch import StepLayout
 from jaxmm.host.grammar import mask_words
 from jaxmm.models import family_module
@@ -62,8 +62,8 @@ class Lowering:
             twin: The step of one token takes the decoder's `twin`.
         """
         self._vision = model.vision
+        self._row_width, self._vocab_size = model.text.row_width, model.text.vocab_size
         self._width = model.text.width
-        self._row_width = model.text.row_width
         self._sizes = sizes
         self._backend = backend
         self.params: steps.Params = param_shapes(
@@ -98,9 +98,7 @@ class Lowering:
 
     def layout(self, num_tokens: int) -> StepLayout:
         """Layout of the smallest bucket with `num_tokens`."""
-        sizes = self._sizes
-        rung = sizes.buckets.step_tokens(num_tokens)
-        return StepLayout(rung, sizes.max_running, sizes.num_table_pages, self.masks.shape[1])
+        return step_layout(self._sizes, self._vocab_size, num_tokens)
 
     def all_steps(self) -> dict[Key, Lower]:
         """For each step and bucket, the function that lowers it."""
@@ -132,20 +130,19 @@ class Lowering:
         )
 
     def encode(self, rung: int) -> jax.stages.Lowered:
-        """Lower the encode step of a bucket of patches."""
-        vision, shape = self._vision, self._shape
-        patches = shape(
-            rung, vision.patch_values, dtype=jnp.uint8, spec=patch_spec(rung, self._backend)
-        )
+        """Lower the encode step of a bucket of patches, so many on each chip."""
+        vision, num_patches = self._vision, rung * self._backend.num_shards
+        shape = partial(self._shape, num_patches, spec=LANES)
+        patches = shape(vision.patch_values, dtype=jnp.uint8)
         lane = Lane(
             patches_NU=patches,
             later_NU=patches,
-            any_later=shape(dtype=jnp.bool_),
-            coords_N2=shape(rung, 2),
-            segment_N=shape(rung),
-            window_N=shape(rung) if vision.window_patches else None,
-            size_N2=shape(rung, 2) if vision.position_side else None,
-            slot_M=shape(lane_rows(rung, vision)),
+            any_later=self._shape(dtype=jnp.bool_),
+            coords_N2=shape(2),
+            segment_N=shape(),
+            window_N=shape() if vision.window_patches else None,
+            size_N2=shape(2) if vision.position_side else None,
+            slot_M=self._shape(lane_rows(rung, vision) * self._backend.num_shards),
         )
         return steps.encode_step.lower(
             self._encoder, self._backend, self.params["vision"], self.arena, lane
@@ -183,7 +180,10 @@ class Lowering:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self._backend.sharding(spec))
 
 
-def patch_spec(num_patches: int, backend: Backend) -> PartitionSpec:
-    """How a lane's patches lie on their way in: whole on one host, in parts on several."""
-    one_host = jax.process_count() == 1
-    return WHOLE if one_host or num_patches % backend.num_shards else PATCHES
+def step_layout(sizes: Sizes, vocab_size: int, num_tokens: int) -> StepLayout:
+    """Layout of the smallest bucket with `num_tokens`."""
+    rung = sizes.buckets.step_tokens(num_tokens)
+    words = mask_words(vocab_size)
+    return StepLayout(
+        rung, sizes.max_running, sizes.num_table_pages, words, both_ways=sizes.whole_items
+    )

@@ -22,9 +22,8 @@ WHOLE = PartitionSpec()
 """On every chip, whole."""
 
 
-PATCHES = PartitionSpec("model")
-"""Patches of a lane on their way to the chips of several hosts: each host has only its part of
-them, and the chips put them together, faster than the hosts could send them to each other."""
+LANES = PartitionSpec("model")
+"""What a chip encodes: of several lanes behind each other each chip has one."""
 
 
 def spec_of(letters: str) -> PartitionSpec:
@@ -43,6 +42,6 @@ def spec_of(letters: str) -> PartitionSpec:
 def param_spec(path: tuple[str | int, ...]) -> PartitionSpec:
     """How the parameter at a path such as `("text", "layers", 0, "qkv_OD")` is split.
 
-    The encoder is whole on every chip, and every chip encodes the same lane.
+    The encoder is whole on every chip, and every chip encodes a lane of its own.
     """
     return spec_of(str(path[-1]).rpartition("_")[2]) if path[0] == "text" else WHOLE

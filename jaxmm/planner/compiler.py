@@ -129,7 +129,7 @@ def compile_step(steps: Lowering, mesh: Mesh, key: Key) -> CompiledStep:
         output_bytes=memory.output_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
-        hlo=compiled.as_text(),
+        hlo=compiled.as_text() or "",
         cpu_seconds=time.process_time() - start,
     )
 

@@ -1,82 +1,30 @@
 """What serving a model on a TPU slice takes, by its config.json and the compiler. Host only."""
 
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
-from jaxmm.basis import load_processor
 from jaxmm.config import EngineConfig
-from jaxmm.device.backend import Backend, check_sizes, model_obstacles, most_chips, rests
+from jaxmm.device.backend import Backend, check_sizes, most_chips, rests
 from jaxmm.device.backend import spread_kv_heads as spread
 from jaxmm.device.executables import Key
 from jaxmm.device.lowering import Lowering
 from jaxmm.device.sharding import param_spec
-from jaxmm.errors import ConfigError, ModelError
-from jaxmm.models import family_module, has_module, read_config
+from jaxmm.errors import ConfigError
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.lane_forms import lane_patches
 from jaxmm.models.loading import param_shapes
-from jaxmm.planner.chips import Chip, chip_of
-from jaxmm.planner.compiler import (
-    CompiledStep,
-    chip_bytes,
-    compile_step,
-    describe_devices,
-    mesh_of,
-)
+from jaxmm.planner.compiler import CompiledStep, chip_bytes, compile_step, mesh_of
 from jaxmm.planner.depth import Depths, StepFigures, extended, shallow_depths, with_depths
 from jaxmm.planner.floors import Floor, decode_floor, encode_floor, extend_floor, sums_floor
+from jaxmm.planner.question import Question, read_question
 from jaxmm.planner.result import Memory, Picture, Plan, Requests, Step
-from jaxmm.sizes import Sizes, settle_sizes
+from jaxmm.sizes import Sizes
 
 DEFAULT_LENGTHS = (1024, 4096, 16384)
 """Tokens of a request, prompt and output together."""
 _PICTURES = ((224, 224), (448, 448), (1024, 768), (1920, 1080))
-_PUBLISHED_ROWS = 16384
-"""Largest picture of every published Qwen checkpoint, in rows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A model, the chips, and the settings: what all of a plan is about."""
-
-    name: str
-    model: ModelConfig
-    processor: Any
-    topology: str
-    chip: Chip
-    devices: Sequence[Any]
-    config: EngineConfig
-    dtype: Any
-
-    @property
-    def itemsize(self) -> int:
-        return np.dtype(self.dtype).itemsize
-
-    def settle(self, num_chips: int) -> Sizes:
-        """Sizes of an engine whose model is split over so many of the chips.
-
-        Raises:
-            ConfigError: The settings do not fit a chip's memory.
-        """
-        return settle_sizes(
-            self.config,
-            spread(self.model, num_chips),
-            self.processor.max_patches,
-            platform="tpu",
-            memory_bytes=self.chip.memory_bytes,
-            itemsize=self.itemsize,
-            kernels="pallas",
-            num_chips=num_chips,
-        )
 
 
 def plan(
@@ -120,69 +68,14 @@ def make_plan(
         raise ConfigError(f"tensor_parallel={num_chips} does not divide the model's {rest}")
     if num_chips > len(question.devices):
         raise ConfigError(
-            f"tensor_parallel={num_chips} and {topology} has {len(question.devices)} devices"
+            f"tensor_parallel={num_chips} and {question.topology} has "
+            f"{len(question.devices)} devices"
         )
     try:
         sizes = question.settle(num_chips)
     except ConfigError as e:
         return _without_room(question, num_chips, str(e))
     return _compiled_plan(question, num_chips, sizes, lengths)
-
-
-def read_question(model: str | Path, topology: str, config: EngineConfig | None = None) -> Question:
-    """Read what a plan is about; arguments and errors are those of `plan`."""
-    config = config or EngineConfig()
-    devices = describe_devices(topology)
-    dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
-    with _directory(Path(model).expanduser()) as directory:
-        dimensions = read_config(directory)
-        processor = _processor(config, dimensions, directory)
-    obstacles = "; ".join(model_obstacles(dimensions, dtype))
-    if obstacles:
-        raise ConfigError(f"the TPU kernels cannot run this model: {obstacles}")
-    path = Path(model).expanduser()
-    return Question(
-        name=path.parent.name if path.name == "config.json" else path.stem,
-        model=dimensions,
-        processor=processor,
-        topology=topology,
-        chip=chip_of(topology),
-        devices=devices,
-        config=config,
-        dtype=dtype,
-    )
-
-
-@contextmanager
-def _directory(path: Path) -> Iterator[Path]:
-    """The directory that a config.json stands in, or a new one if it has another name."""
-    if path.is_dir():
-        yield path
-    elif path.name == "config.json" and path.is_file():
-        yield path.parent
-    elif path.is_file():
-        with tempfile.TemporaryDirectory() as directory:
-            shutil.copy(path, Path(directory) / "config.json")
-            yield Path(directory)
-    else:
-        raise ModelError(f"{str(path)!r} is neither a directory nor a config.json")
-
-
-def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
-    """The checkpoint's; without its file, one with the limits of the published checkpoints."""
-    vision, media = model.vision, config.media
-    names = ("preprocessor_config.json", "processor_config.json")
-    named = any((directory / name).exists() for name in names)
-    # of tiles config.json tells all
-    if named or vision.tile_side or not has_module(model.family, "processor"):
-        return load_processor(config, model, directory)
-    unit = vision.patch_size * vision.merge_size
-    return family_module(model.family, "processor").ImageProcessor(
-        patch_size=vision.patch_size,
-        merge_size=vision.merge_size,
-        min_pixels=media.min_pixels or 4 * unit**2,
-        max_pixels=media.max_pixels or _PUBLISHED_ROWS * unit**2,
-    )
 
 
 def _default_chips(question: Question) -> int:
@@ -245,12 +138,13 @@ def _compiled_plan(
         keys[1]: extend_floor(
             model, chip, num_chips, num_tokens=extend, itemsize=itemsize, links=links(keys[1])
         ),
-        keys[2]: encode_floor(model, chip, lane, itemsize),
+        # rows that are gathered go out once, those that are summed twice
+        keys[2]: encode_floor(model, chip, lane, itemsize, links=links(keys[2]) / 2),
     }
     names = (
         f"decode {running} requests of {length} tokens",
         f"extend a prompt by {extend} tokens",
-        f"encode a lane of {lane} patches",
+        f"encode a lane of {lane} patches on each chip",
     )
     memory = _memory(whole, figures, question)
     return Plan(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jaxmm.device.backend import rests, spread_kv_heads
 from jaxmm.errors import ConfigError
 from jaxmm.planner.floors import decode_floor, extend_floor, residual_sums, sums_floor
-from jaxmm.planner.plan import Question
+from jaxmm.planner.question import Question
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ picture for another) are tested where those of the others are.
 """
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,12 @@ from jaxmm.host.arena import RowKey
 from jaxmm.models import read_config
 from jaxmm.request import Embeddings
 from tests import deepseek
-from tests.checkpoints import Family
 from tests.engines import (
     ask,
     assert_same,
     engine,
     logprobs,
+    make_engine,
     on_loop,
     picture,
     png,
@@ -52,13 +53,29 @@ def on() -> Engine:
     return shared
 
 
+ONE_BUCKET = {"buckets.min_step_tokens": 128, "buckets.min_lane_patches": 250}
+"""One executable for all language steps and one for all lanes: what these engines are asked is
+little, and most of a start is compiling."""
+
+
+@pytest.fixture(scope="module", params=deepseek.VARIANTS)
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[deepseek.Variant, Engine]]:
+    """A variant and its engine: the shared one of the form that all tests here use."""
+    if request.param == "mla":
+        yield request.param, engine("deepseek_vl2_mla")
+        return
+    with make_engine(f"deepseek_vl2_{request.param}", **ONE_BUCKET) as own:  # type: ignore[arg-type]
+        yield request.param, own
+
+
 @pytest.mark.parametrize("case", deepseek.CASES)
-@pytest.mark.parametrize("variant", deepseek.VARIANTS)
-def test_sixteen_greedy_tokens_are_the_authors(variant: deepseek.Variant, case: str) -> None:
+def test_sixteen_greedy_tokens_are_the_authors(
+    served: tuple[deepseek.Variant, Engine], case: str
+) -> None:
+    variant, on = served
     given, golden = deepseek.cases(variant)[case], deepseek.arrays(variant)
-    family: Family = f"deepseek_vl2_{variant}"  # type: ignore[assignment]
     asked = request(deepseek.conversation(given), deepseek.pictures(given))
-    [result] = ask(engine(family), asked)
+    [result] = ask(on, asked)
     assert list(result.token_ids) == given["greedy"]
     assert result.usage.prompt_tokens == given["n_tokens"]
     assert result.usage.image_tokens == sum(given.get("image_tokens", ()))

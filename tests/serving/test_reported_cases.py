@@ -2,20 +2,28 @@
 
 import ast
 import base64
+import contextlib
+import json
+import os
+import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from jaxmm.engine import Engine
 from serving.config import FetchConfig, ServerConfig
-from tests.engines import MEDIA, engine, picture, png
+from tests.engines import MEDIA, engine, on_loop, picture, png
 from tests.fakes import FakeEngine
-from tests.serving.conftest import ASK, post, running
+from tests.held import quiet
+from tests.serving.conftest import ASK, post, post_to, running
 from tests.serving.media_host import media_host
 from tests.serving.soak_server import resident_bytes
+from tests.serving.test_clients import wait_until
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 20
@@ -106,7 +114,129 @@ def test_sound_is_refused_by_its_name(real: str) -> None:
     assert message.startswith("messages[0].content[0]: the model served here takes no sound (input")
 
 
-# What is made of bytes
+# Clients that leave
+
+
+class Gate:
+    """In place of what works on the device: lets steps through one by one when it is shut."""
+
+    def __init__(self, dispatcher: Any) -> None:
+        self._dispatcher = dispatcher
+        self._open = threading.Semaphore(0)
+        self.is_shut = False
+        self.num_steps = 0
+        self.num_waiting = 0
+
+    def dispatch(self, plan: Any) -> Any:
+        if self.is_shut:
+            self.num_waiting += 1
+            assert self._open.acquire(timeout=PATIENCE_SECONDS)
+            self.num_waiting -= 1
+        self.num_steps += 1
+        return self._dispatcher.dispatch(plan)
+
+    def read(self, pending: Any) -> Any:
+        return self._dispatcher.read(pending)
+
+    def let_one_through(self) -> None:
+        self._open.release()
+
+
+@contextlib.contextmanager
+def gate(on: Engine) -> Any:
+    dispatcher = on._loop._dispatcher
+    made = Gate(dispatcher)
+    on_loop(on, lambda: setattr(on._loop, "_dispatcher", made))
+    try:
+        yield made
+    finally:
+        made.is_shut = False
+        made.let_one_through()
+        on_loop(on, lambda: setattr(on._loop, "_dispatcher", dispatcher))
+
+
+def connected(url: str, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a request has been sent."""
+    address, _, port = url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((address, int(port)), timeout=PATIENCE_SECONDS)
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_costs_no_step_but_the_one_in_progress(
+    on: Engine, real: str, stream: bool
+) -> None:
+    before = quiet(on)
+    url = uri(png(picture(84, 112)))
+    with gate(on) as steps:
+        connection = connected(
+            real, asking(url, stream=stream, ignore_eos=True, max_tokens=900, temperature=0)
+        )
+        wait_until(lambda: steps.num_steps > 5)
+        steps.is_shut = True
+        wait_until(lambda: steps.num_waiting == 1)
+        made = steps.num_steps
+        connection.close()
+        wait_until(lambda: on._loop._inbox.qsize() > 0)  # the server has noticed
+        steps.let_one_through()
+        wait_until(lambda: on.scheduler.num_running == 0)
+        assert steps.num_steps == made + 1
+        steps.is_shut = False
+    assert quiet(on)["free pages"] == before["free pages"]
+
+
+def test_clients_that_leave_at_all_moments_leave_nothing_behind(on: Engine, real: str) -> None:
+    body = asking(uri(png(picture(112, 84))), ignore_eos=True, max_tokens=900)
+    assert post(real, body | {"max_tokens": 2}).status_code == 200
+    before = quiet(on)
+
+    def leave(index: int) -> None:
+        with connected(real, body | {"stream": index % 2 == 0, "n": 1 + index % 3}) as connection:
+            if index % 2 == 0:
+                connection.recv(100)
+            else:
+                time.sleep(0.1 * (index % 5))
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(leave, range(40)))
+    start = time.monotonic()
+    wait_until(lambda: on.scheduler.num_running + on.scheduler.num_waiting == 0)
+    assert time.monotonic() - start < 5
+    after = quiet(on)
+    for held in ("descriptors", "threads"):  # the server's connections, as they are
+        before.pop(held), after.pop(held)
+    assert after == before
+
+
+# What listens, and what is made of bytes
+
+
+def _listening_ports() -> set[tuple[str, int]]:
+    """Addresses at which this process listens, as /proc tells."""
+    mine = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            mine.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine:
+                address, port = fields[1].rsplit(":", 1)
+                found.add((address, int(port, 16)))
+    return found
+
+
+def test_nothing_listens_but_the_server_and_it_on_loopback(on: Engine) -> None:
+    before = _listening_ports()
+    with running(on, ServerConfig(engine=on.config)) as url:
+        [(address, port)] = _listening_ports() - before
+    assert url.endswith(f":{port}") and address == "0100007F"  # 127.0.0.1, little-endian
+    assert ServerConfig().host == "127.0.0.1"
+
 
 UNSAFE = {
     *("pickle.loads", "pickle.load", "marshal.loads", "dill.loads", "joblib.load", "torch.load"),
@@ -135,3 +265,43 @@ def test_no_object_is_made_of_bytes_that_others_send() -> None:
                     if risky or pickles:
                         found.add((str(path.relative_to(ROOT)), name))
     assert found == ALLOWED
+
+
+# Answers to the end
+
+
+def test_many_completions_and_their_sums(real: str) -> None:
+    answer = post(real, asking(uri(png(picture(56, 56))), n=8, seed=3, ignore_eos=True)).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(8))
+    assert answer["usage"]["completion_tokens"] == 16
+    refused = post(real, asking(uri(png(picture(56, 56))), n=100_000))
+    assert refused.status_code == 400
+
+
+def test_logprobs_of_a_stream_are_those_of_the_tokens_whatever_a_stop_string_holds_back(
+    real: str,
+) -> None:
+    """Each token is told once, with its own; the text is what the tokens say, less the stop."""
+    common = {"max_tokens": 24, "seed": 11, "logprobs": True, "top_logprobs": 2,
+              "return_token_ids": True, "ignore_eos": True}  # fmt: skip
+    body = {"messages": ASK, **common}
+    free = post(real, body).json()["choices"][0]
+    text = free["message"]["content"]
+    stop = text[len(text) // 2 :][:3]
+    for extra in ({"stop": [stop]}, {"stop": [text + "!"]}):
+        whole = post(real, body | extra).json()["choices"][0]
+        events = post(real, body | extra | {"stream": True}).text.split("\n\n")
+        chunks = [json.loads(e[6:])["choices"][0] for e in events if e.startswith("data: {")]
+        assert (
+            "".join(c["delta"].get("content") or "" for c in chunks)
+            == (whole["message"]["content"])
+        )
+        assert [i for c in chunks for i in c["token_ids"]] == whole["token_ids"]
+        entries = [e for c in chunks for e in (c["logprobs"] or {}).get("content") or ()]
+        assert entries == whole["logprobs"]["content"]
+        assert len(entries) == len(whole["token_ids"])
+
+
+def test_health_is_asked_by_get_alone(real: str) -> None:
+    assert post_to(real, "/health", b"").status_code == 405
+    assert httpx.get(f"{real}/health").status_code == 200

@@ -11,11 +11,11 @@ from jaxmm.config import EngineConfig
 from jaxmm.errors import ConfigError, ModelError
 from jaxmm.host.buckets import Buckets
 from jaxmm.planner.floors import Floor
-from jaxmm.planner.plan import plan, read_question
+from jaxmm.planner.plan import plan
+from jaxmm.planner.question import read_question
 from jaxmm.planner.result import Memory, Picture, Plan, Requests, Step
 from jaxmm.planner.splits import suggest
 from jaxmm.sizes import Sizes
-from tests.checkpoints import checkpoint
 
 needs_compiler = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="libtpu is for Linux on x86-64"
@@ -98,8 +98,13 @@ def test_slices_that_are_none_are_refused(published: Path, topology: str, words:
 def test_models_that_cannot_be_planned_are_refused(published: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="neither a directory nor"):
         plan(tmp_path / "missing.json", "v5e:2x2")
+    raw = json.loads(published.read_text())
+    raw |= {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    raw["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    raw["vision_config"]["out_hidden_size"] = 64
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match="text width of 64"):
-        plan(checkpoint("qwen2_5_vl"), "v5e:2x2")
+        plan(tmp_path, "v5e:2x2")
     with pytest.raises(ConfigError, match="tensor_parallel=3 does not divide"):
         plan(published, "v5e:2x2", tensor_parallel=3)
     with pytest.raises(ConfigError, match="v5e:2x2 has 4 devices"):
