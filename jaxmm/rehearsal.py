@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmm.device.runner import Runner
 from jaxmm.host.batch import StepBatch
-from jaxmm.host.lanes import MERGE_SIZE, EncodeBatch
+from jaxmm.host.lanes import MERGE_SIZE, EncodeBatch, join_lanes
 from jaxmm.host.page_pool import PagePool
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.lane_forms import pack_items
@@ -71,7 +71,7 @@ class Rehearsal:
 
     def _run(self, runner: Runner, step: str, size: int) -> None:
         if step == "encode":
-            runner.encode(self._lane(size))
+            runner.encode(join_lanes([self._lane(size)] * self._sizes.num_lanes))
             size = self._sizes.buckets.tokens[0]  # a step reads the arena: its end is the lane's
         page = self._pool.allocate(1)
         sampled = runner.step(self._batch(runner, size, int(page[0])))

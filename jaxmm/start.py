@@ -309,11 +309,12 @@ def _parts_of_replica(
     pool = PagePool(sizes.num_pages)
     prefix_cache = PrefixCache(pool, sizes.page_size, enabled=config.pages.prefix_cache)
     arena = Arena(sizes.num_rows, config.arena.page_rows)
+    limits = sizes.scheduler(config, num_replicas=len(basis.backends))
     return shared(
         pool=pool,
         prefix_cache=prefix_cache,
         arena=arena,
-        scheduler=Scheduler(sizes.scheduler(config), pool, prefix_cache, arena),
+        scheduler=Scheduler(limits, pool, prefix_cache, arena),
         runner=runner,
         padding=Padding(),
         rehearsal=Rehearsal(_rehearsed(config, runner), sizes, basis.model, pool),

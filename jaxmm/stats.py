@@ -48,9 +48,9 @@ class EngineStats:
     prefix_cache: CacheStats
     """In prompt tokens."""
     arena: CacheStats
-    """In images that were needed: rows found, or encoded."""
+    """In items that were needed, images and steps of videos: rows found, or encoded."""
     media_map: CacheStats
-    """In pictures."""
+    """In files."""
     padding_share: float
     """Share of all language steps' tokens that was filler, 0 to 1."""
     recompiles: int

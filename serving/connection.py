@@ -51,7 +51,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Take what came; a head that grows too large is answered with 400."""
         answering = self.cycle is not None and not self.cycle.response_complete
-        if self._in_head and self._timer is None and not answering:
+        if self.is_idle or (self._in_head and self._timer is None and not answering):
             self._close_after(HEAD_SECONDS)
         before = self._in_head, self._num_heads
         super().data_received(data)
@@ -81,8 +81,12 @@ class Connection(HttpToolsProtocol):
         """The answer is sent; a body that still comes is thrown away, for a while."""
         super().on_response_complete()
         self._idle_since = self.loop.time()
-        if not self._in_head and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if not self._in_head:
             self._close_after(LINGER_SECONDS)
+        elif self._num_head_bytes and self.cycle.response_complete:
+            self._close_after(HEAD_SECONDS)  # of the next request, which has begun
 
     @property
     def is_idle(self) -> bool:

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from jaxmm.config import EngineConfig
 from jaxmm.cost import Cost
+from jaxmm.errors import ConfigError
 from jaxmm.host.chat import ChatTokenizer
 from jaxmm.pod.signs import is_pod
 from jaxmm.request import Delta, Request
@@ -20,6 +21,11 @@ class ServedEngine(Protocol):
     def config(self) -> EngineConfig: ...
     @property
     def tokenizer(self) -> ChatTokenizer: ...
+    @property
+    def pictures_are_alike(self) -> bool:
+        """Every picture becomes the same size."""
+        ...
+
     @property
     def healthy(self) -> bool: ...
     @property
@@ -120,6 +126,9 @@ def describe_plan(
     Raises:
         ConfigError, ModelError: As `jaxmm.plan`.
     """
+    lengths = tuple(sorted(lengths or ()))
+    if any(length < 1 for length in lengths):
+        raise ConfigError(f"length={min(lengths)} is below 1; it counts the tokens of a request")
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # a TPU of this machine stays free for others
@@ -128,7 +137,7 @@ def describe_plan(
     from jaxmm.planner.splits import suggest as rank
 
     question = read_question(config.model, topology, config)
-    lengths = tuple(lengths or DEFAULT_LENGTHS)
+    lengths = lengths or DEFAULT_LENGTHS
     if suggest:
         splits = rank(question, lengths[len(lengths) // 2])
         show(str(splits) + "\n")

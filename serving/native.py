@@ -14,6 +14,7 @@ from serving.completions import Completions, read_body
 from serving.engine import ServedEngine
 from serving.errors import Forbidden, UnknownAnswer
 from serving.generate import GenerateEndpoint
+from serving.lifting import lift
 from serving.native_protocol import (
     AbortRequest,
     DetokenizeRequest,
@@ -23,7 +24,7 @@ from serving.native_protocol import (
 from serving.offload import Offload
 from serving.protocol import ChatRequest
 from serving.structured import tool_dicts
-from serving.translate import message_of
+from serving.translate import message_of, urls_in
 from serving.worker import while_connected, within
 
 
@@ -85,7 +86,7 @@ class Native:
         return {"status": "ok"}
 
     def _tokenize(self, body: bytearray) -> dict[str, Any]:
-        ids = self._encode(parse(TokenizeRequest, body))
+        ids = self._encode(_read_tokenize(body))
         return {"token_ids": ids, "count": len(ids)}
 
     def _detokenize(self, body: bytearray) -> dict[str, Any]:
@@ -100,6 +101,15 @@ class Native:
         messages = [message_of(message) for message in asked.messages or ()]
         ids = self._tokenizer.encode_chat(messages, tool_dicts(asked.tools or ())).ids
         return [int(i) for i in ids]
+
+
+def _read_tokenize(body: bytearray) -> TokenizeRequest:
+    """Read a body without the pictures in it, which nobody looks at; see `lifting`."""
+    lifted = lift(body)
+    asked = parse(TokenizeRequest, lifted.rest)
+    if lifted.put_back(urls_in(asked.messages or ())) is None:  # one of them is text
+        return parse(TokenizeRequest, body)
+    return asked
 
 
 class _PlanEndpoint:

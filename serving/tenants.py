@@ -63,7 +63,7 @@ class Tenants:
                 )
             name, key = match[1], match[2]
             tenant = _tenant(f"name:{name}", name) if name else _tenant(f"key:{key}", f"{number}")
-            if self._by_digest.setdefault(_digest(key), tenant) != tenant:
+            if self._by_digest.setdefault(_digest(key), tenant).scope != tenant.scope:
                 raise ConfigError(f"API key {number} is also that of another tenant")
             if number > len(entries):
                 self._admins.add(_digest(key))

@@ -90,9 +90,10 @@ def pack_tiles(
     form: TileForm,
     *,
     lane_patches: int,
+    patch_values: int,
     drop_slot: int,
 ) -> EncodeBatch:
-    """Pack pictures into a lane, one after the other.
+    """Pack pictures into a lane, one after the other; a lane of none is padding.
 
     Args:
         features: For each picture uint8[n, U]: the overview, then its tiles line by line, each
@@ -101,11 +102,12 @@ def pack_tiles(
         slots: For each picture int32[rows], arena row of each of its rows in order.
         form: The model's.
         lane_patches: N, at least the sum of `TileForm.num_patches`.
+        patch_values: U, values of one patch.
         drop_slot: Slot of rows that nobody wants, out of the arena's range.
     """
     tiles, g = lane_patches // form.patches, form.rows_across
     lane = EncodeBatch(
-        patches=np.zeros((lane_patches, features[0].shape[1]), np.uint8),
+        patches=np.zeros((lane_patches, patch_values), np.uint8),
         later=None,
         coords=np.zeros((lane_patches, 2), np.int32),
         segment=np.full(lane_patches, -1, np.int32),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jaxmm.models.config import ModelConfig
 from jaxmm.planner.chips import Chip
-from jaxmm.sizes import attention_count
+from jaxmm.sizes import attention_count, merger_count
 
 HOP_SECONDS = 1e-6
 """From chip to chip."""
@@ -113,8 +113,7 @@ def encode_floor(
     """
     vision = model.vision
     block = 4 * vision.width**2 + _vision_mlp(model)
-    merged = vision.width * vision.merged_patches
-    mergers = (1 + model.text.deepstack_levels) * merged * (merged + vision.out_width)
+    mergers = merger_count(model)
     weights = vision.depth * block + mergers
     num_full = len(vision.full_attention_layers) if vision.window_patches else vision.depth
     segment = vision.tile_side**2 or num_patches

@@ -187,3 +187,22 @@ def test_a_connection_is_kept_for_longer_than_load_balancers_keep_it(tokenizer):
         start = time.monotonic()
         assert read_to_end(client).startswith(b"HTTP/1.1 200")
         assert 0.5 < time.monotonic() - start < PATIENCE_SECONDS
+
+
+def test_a_head_that_begins_on_a_kept_connection_has_the_time_of_any_head(url):
+    """Also where the answer came before the end of the body, which sets another timer."""
+    with connected(url) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        client.sendall(b"body")
+        time.sleep(0.1)
+        client.sendall(b"POST /v1")
+        read_to_end(client)  # a server that keeps it lets this time out
+
+
+def test_a_head_that_begins_before_the_answer_to_another_has_its_time_after_it(tokenizer):
+    with running(FakeEngine(tokenizer, seconds_before_answer=1.0)) as url, connected(url) as client:
+        client.sendall(WHOLE)
+        time.sleep(0.1)
+        client.sendall(b"POST /v1")
+        assert read_to_end(client).startswith(b"HTTP/1.1 200")

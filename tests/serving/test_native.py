@@ -148,6 +148,19 @@ def test_a_conversation_is_tokenized_with_its_placeholders(url, engine):
     assert ids.count(engine.tokenizer.placeholder_id) == 1
 
 
+def test_pictures_of_a_conversation_are_not_counted_as_its_text(url, engine):
+    large = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (9 << 20)}}
+    plain = [{"role": "user", "content": [{"type": "image"}]}]
+    answer = post_to(url, "/tokenize", {"messages": [{"role": "user", "content": [large]}]})
+    assert answer.json()["token_ids"] == engine.tokenizer.encode_chat(plain).ids.tolist()
+
+
+def test_a_text_that_spells_a_picture_is_tokenized_as_it_is(url, engine):
+    text = "data:image/png;base64," + "A" * 5000
+    tokens = post_to(url, "/tokenize", {"text": text}).json()
+    assert tokens["token_ids"] == engine.tokenizer.encode_text(text).tolist()
+
+
 def test_special_tokens_are_shown_unless_they_are_skipped(url, engine):
     ids = post_to(url, "/tokenize", {"messages": ASK}).json()["token_ids"]
     assert "<|im_start|>" in post_to(url, "/detokenize", {"token_ids": ids}).json()["text"]

@@ -46,11 +46,24 @@ def test_only_the_last_ends_count() -> None:
     pace = Pace(clock)
     for seconds in [30.0] * 10 + [0.5] * 64:
         pace.begin()
-        pace.end(answered=True)
         clock.now += seconds
+        pace.end(answered=True)
     for _ in range(8):
         pace.begin()
     assert pace.retry_seconds == 4
+
+
+def test_time_in_which_nothing_was_asked_does_not_count() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    for _ in range(10):
+        pace.begin()
+        clock.now += 0.5
+        pace.end(answered=True)
+        clock.now += 3600
+    for _ in range(20):
+        pace.begin()
+    assert pace.retry_seconds == 9  # 4.5 s since the first of ten ended, twenty open
 
 
 def test_an_engine_that_stands_still_is_noticed() -> None:
@@ -80,19 +93,20 @@ def test_a_429_of_server_and_engine_says_when_to_come_again(tokenizer) -> None:
     engine = FakeEngine(tokenizer, seconds_before_answer=1.0)
     with running(engine, ServerConfig(max_requests=2)) as url:
         assert post(url, {"messages": ASK}).status_code == 200
-        ended = time.monotonic()
         for _ in range(5):
             post_to(url, "/tokenize", {"text": "a"})
-        time.sleep(1)
         engine._seconds_before = 5.0
         threads = [threading.Thread(target=post, args=(url, {"messages": ASK})) for _ in range(2)]
+        asked = time.monotonic()
         for thread in threads:
             thread.start()
         while len(engine.running) < 2:
             time.sleep(0.01)
-        least = 3 * (time.monotonic() - ended)
+        running_since = time.monotonic()
+        time.sleep(1)
+        least = 3 * (time.monotonic() - running_since)
         refused = post(url, {"messages": ASK})
-        most = 3 * (time.monotonic() - ended) + 4
+        most = 3 * (time.monotonic() - asked) + 1
         assert refused.status_code == 429
         assert min(60, int(least)) <= int(refused.headers["retry-after"]) <= most
         for thread in threads:

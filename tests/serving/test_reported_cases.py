@@ -294,5 +294,8 @@ def test_logprobs_of_a_stream_are_those_of_the_tokens_whatever_a_stop_string_hol
         entries = [e for c in chunks for e in (c["logprobs"] or {}).get("content") or ()]
         assert entries == whole["logprobs"]["content"]
         assert len(entries) == len(whole["token_ids"])
+
+
+def test_health_is_asked_by_get_alone(real: str) -> None:
     assert post_to(real, "/health", b"").status_code == 405
     assert httpx.get(f"{real}/health").status_code == 200

@@ -144,6 +144,7 @@ def test_no_key_is_shown_or_logged(closed, caplog):
     ("keys", "admins", "sent", "status"),
     [((), (), None, 200), (("a-key",), (), "a-key", 403), (("a-key",), ("b:b-key",), "a-key", 403),
      (("a-key",), ("b:b-key",), "b-key", 200), (("a-key",), ("b:b-key",), "c-key", 401),
+     (("a-key", "b-key"), ("b-key",), "b-key", 200), (("a-key", "b-key"), ("b-key",), "a-key", 403),
      ((), ("b-key",), None, 403), ((), ("b-key",), "c-key", 403), ((), ("b-key",), "b-key", 200)],
 )  # fmt: skip
 def test_what_concerns_all_tenants_takes_a_key_of_an_administrator(

@@ -121,6 +121,17 @@ def test_the_server_runs_on_a_pod_and_ends_in_order_when_any_host_is_asked_to() 
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60)
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] > 0
+        video = {"type": "video", "video": [picture_uri()] * 4}
+        body["messages"] = [{"role": "user", "content": [video]}]
+        whole, pruned = (
+            httpx.post(
+                f"http://127.0.0.1:{port}/v1/chat/completions",
+                json=body | {"video_pruning_rate": rate},
+                timeout=60,
+            ).json()["usage"]["prompt_tokens_details"]["video_tokens"]
+            for rate in (0, 0.5)
+        )
+        assert pruned == whole // 2  # one step of two
         follower.send_signal(signal.SIGTERM)
         since = time.monotonic()
         assert ends(leader, since)[0] == 0

@@ -78,6 +78,7 @@ def test_rows_equal_the_authors(encoder: Any, case: str) -> None:
         np.split(places, np.cumsum(counts)[:-1]),
         processor.form,
         lane_patches=LANE_PATCHES,
+        patch_values=processor.num_values,
         drop_slot=sum(counts),
     )
     rows = encoder(
@@ -107,14 +108,17 @@ def test_rows_of_two_tiles_by_hand() -> None:
     grid = (1, 4, 2)
     assert (form.num_patches(grid), form.num_rows(grid), form.lane_rows(13)) == (12, 7, 7)
     patches, slots = np.arange(12, dtype=np.uint8)[:, None], np.arange(10, 17, dtype=np.int32)
-    lane = pack_tiles([patches], [grid], [slots], form, lane_patches=13, drop_slot=99)
+    sizes = {"lane_patches": 13, "patch_values": 1, "drop_slot": 99}
+    lane = pack_tiles([patches], [grid], [slots], form, **sizes)
     assert lane.slots.tolist() == [10, 13, 15, 11, 14, 16, 12]
     assert lane.segment.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [-1]
     assert lane.patches.ravel().tolist() == [*range(12), 0]
     # the tiles first: tile, line end, tile, line end, separator, overview, line end
     last = form._replace(overview_first=False)
-    lane = pack_tiles([patches], [grid], [slots], last, lane_patches=13, drop_slot=99)
+    lane = pack_tiles([patches], [grid], [slots], last, **sizes)
     assert lane.slots.tolist() == [15, 10, 12, 16, 11, 13, 14]
+    empty = pack_tiles([], [], [], form, **sizes)  # that of a chip without a picture
+    assert (set(empty.slots.tolist()), set(empty.segment.tolist())) == ({99}, {-1})
 
 
 @pytest.mark.parametrize("variant", deepseek.VARIANTS)
