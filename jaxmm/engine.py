@@ -66,6 +66,11 @@ class Engine:
         self._thread.start()
 
     @property
+    def pictures_are_alike(self) -> bool:
+        """Every picture becomes the same size, whatever its own."""
+        return self._parts.model.vision.picture_side > 0
+
+    @property
     def healthy(self) -> bool:
         """The loop runs."""
         return self._thread.is_alive() and self._failure is None

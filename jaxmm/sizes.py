@@ -36,6 +36,8 @@ class Sizes:
     max_step_tokens: int
     max_lane_patches: int
     buckets: Buckets
+    whole_items: bool = False
+    """No step ends inside an item."""
     num_lanes: int = 1
     """Lanes that are encoded together, each on a chip of its own."""
 
@@ -56,6 +58,7 @@ class Sizes:
             page_size=self.page_size,
             max_pinned_pages=int(self.num_pages * config.sessions.page_share),
             max_sessions=-(-config.sessions.max_kept // num_replicas),
+            whole_items=self.whole_items,
             max_kept_bytes=config.sessions.max_bytes // num_replicas,
         )
 
@@ -102,6 +105,9 @@ def settle_sizes(
     if model.vision.tile_side:
         tile = model.vision.tile_side**2
         patches = tile_rungs(tile, low_patches, wanted_patches, dense=on_cpu, align=align)
+    elif model.vision.picture_side:
+        picture = model.vision.picture_side**2
+        patches = tile_rungs(picture, picture, wanted_patches, dense=False, align=align, least=1)
     else:
         patches = patch_rungs(low_patches, wanted_patches, dense=on_cpu, align=align)
     _check_model_len(config, model)
@@ -124,6 +130,7 @@ def settle_sizes(
         max_step_tokens=tokens[-1],
         max_lane_patches=patches[-1],
         buckets=Buckets(tokens=tokens, patches=patches),
+        whole_items=model.text.both_ways,
         num_lanes=num_chips,
     )
     _check_memory(sizes, model, memory_bytes, itemsize, num_chips)
@@ -154,11 +161,18 @@ def weight_count(model: ModelConfig, num_chips: int = 1) -> int:
         for layer in range(t.num_layers)
     )
     block = 4 * v.width**2 + 3 * v.width * v.mlp_width
-    merged = v.width * v.merged_patches
     vocab = t.vocab_size * t.width * (1 if t.tied else 2)
-    mergers = (1 + t.deepstack_levels) * merged * (merged + v.out_width)
     text = t.num_layers * attention_count(t) + mlps + vocab
-    return text // num_chips + v.depth * block + mergers
+    return text // num_chips + v.depth * block + merger_count(model)
+
+
+def merger_count(model: ModelConfig) -> int:
+    """Parameters between an encoder's last layer and the rows, of all levels."""
+    v = model.vision
+    if v.pooled:
+        return v.width * v.out_width
+    merged = v.width * v.merged_patches
+    return (1 + model.text.deepstack_levels) * merged * (merged + v.out_width)
 
 
 def attention_count(text: TextConfig) -> int:

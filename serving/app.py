@@ -111,9 +111,9 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
         model=name,
         tokenizer=engine.tokenizer,
         default_max_tokens=config.default_max_tokens,
-        low_detail_pixels=min(
-            LOW_DETAIL_PIXELS, config.engine.media.max_pixels or LOW_DETAIL_PIXELS
-        ),
+        low_detail_pixels=None
+        if engine.pictures_are_alike
+        else min(LOW_DETAIL_PIXELS, config.engine.media.max_pixels or LOW_DETAIL_PIXELS),
     )
     _add_answers(app, completions, served)
     _add_native(app, Native(engine, completions, served, offload, config.deadline_seconds))

@@ -22,6 +22,11 @@ class ServedEngine(Protocol):
     @property
     def tokenizer(self) -> ChatTokenizer: ...
     @property
+    def pictures_are_alike(self) -> bool:
+        """Every picture becomes the same size."""
+        ...
+
+    @property
     def healthy(self) -> bool: ...
     @property
     def failure(self) -> BaseException | None:

@@ -149,7 +149,7 @@ def _logprobs(chat: ChatRequest) -> int | None:
     return (chat.top_logprobs or 0) if chat.logprobs else None
 
 
-def _max_pixels(chat: ChatRequest, low: int) -> int | None:
+def _max_pixels(chat: ChatRequest, low: int | None) -> int | None:
     """The request's upper limit, which `detail: low` lowers for all its pictures."""
     details = {
         part.image_url.detail == "low"
@@ -160,6 +160,6 @@ def _max_pixels(chat: ChatRequest, low: int) -> int | None:
     }
     if details == {True, False}:
         raise BadBody("detail is low for some images and not for others; make them one", "messages")
-    if details != {True}:
+    if details != {True} or low is None:
         return chat.max_pixels
     return min(low, chat.max_pixels or low)

@@ -28,6 +28,7 @@ Family = Literal[
     "deepseek_vl2_mha",
     "deepseek_vl2_mla",
     "deepseek_vl2_noaux",
+    "gemma3",
 ]
 Prefixes = Literal["published", "module"]
 """Generation of tensor names: `visual.*` and `model.*`, or `model.visual.*` and
@@ -112,12 +113,17 @@ def checkpoint(
     """Give the directory of a tiny checkpoint; equal arguments give the same directory.
 
     The files must not be changed: copy the directory, or call `write_checkpoint`. Of a family that
-    is stored, the other arguments are not read.
+    is stored, and of Gemma 3, the other arguments are not read.
     """
     if family in _STORED:
         return _STORED[family]
     directory = Path(tempfile.mkdtemp(prefix=f"{family}-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    if family == "gemma3":
+        from tests.gemma import write_gemma  # which needs this module
+
+        write_gemma(directory)
+        return directory
     write_checkpoint(
         directory,
         family,

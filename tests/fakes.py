@@ -33,6 +33,7 @@ class FakeEngine:
         """Take the answer, its pace, and an error to raise before the token `error_after`."""
         self.config = EngineConfig()
         self.model_name = "fake"
+        self.pictures_are_alike = False
         self.tokenizer = tokenizer
         self.healthy = True
         self.failure: BaseException | None = None

@@ -23,7 +23,11 @@ ROW_FACTS = (
     ("nth_colour", 7, 2.0),
     ("nth", 7, 2.0),
     ("order", 9, 1.0),  # which character of its line the first one here is
-    ("named", 4, 2.0),  # question before the picture: names nothing here, its first name, its second
+    (
+        "named",
+        4,
+        2.0,
+    ),  # question before the picture: names nothing here, its first name, its second
     ("last", 37, 0.5),  # the end of an answer that reads: its last character
     ("index", 9, 1.0),  # a token before a character that is read: which one that is
 )
@@ -123,7 +127,9 @@ def answer_facts(turn: Turn, encode, scenes: list[Scene], sizes, words: Words) -
         yield from described(ids, scene, words)
     start = find(encode(scene.text), ids) if scene.text else None
     slots = row_slots(scene, sizes[slot])
-    for k, (_, x, y) in enumerate(scene.chars if start is not None and skill != "follow_up" else ()):
+    for k, (_, x, y) in enumerate(
+        scene.chars if start is not None and skill != "follow_up" else ()
+    ):
         told = nothing()
         look(told, slot, scene, x, y)
         if k == 0:
@@ -168,7 +174,11 @@ def find(part: tuple[int, ...], ids: tuple[int, ...]) -> int | None:
 
 
 def row_facts(
-    shapes: np.ndarray, colours: np.ndarray, order: np.ndarray, picture: np.ndarray, names: list[Name]
+    shapes: np.ndarray,
+    colours: np.ndarray,
+    order: np.ndarray,
+    picture: np.ndarray,
+    names: list[Name],
 ) -> np.ndarray:
     """What vision rows are told.
 
@@ -195,5 +205,7 @@ def row_facts(
                 own = COLOUR_NAMES[colours[row] - 1], SHAPES[shapes[row] - 1]
                 hits = [k for k, name in enumerate(names[:2]) if fits(name, *own)]
                 told[row, ROW["named"]] = 2 + hits[0] if hits else 1
-    told[:, ROW["nth_shape"] : ROW["nth"] + 1].clip(max=6, out=told[:, ROW["nth_shape"] : ROW["nth"] + 1])
+    told[:, ROW["nth_shape"] : ROW["nth"] + 1].clip(
+        max=6, out=told[:, ROW["nth_shape"] : ROW["nth"] + 1]
+    )
     return told

@@ -286,9 +286,7 @@ def make_scene(
     width, height = drawn_size(rng, size)
     with_text = rng.random() < text_share
     if mixed and rng.random() < mixed:
-        return (
-            text_scene(rng, width, height, 1.0) if with_text else mixed_scene(rng, width, height)
-        )
+        return text_scene(rng, width, height, 1.0) if with_text else mixed_scene(rng, width, height)
     return (text_scene if with_text else things_scene)(rng, width, height)
 
 

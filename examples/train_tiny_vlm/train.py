@@ -23,10 +23,9 @@ import model as model_file
 import tokenizer as tokenizer_file
 import torch
 import torch.nn.functional as F
-from batches import AUX, PLACED, SKILL_INDEX
-from facts import NAME_FACTS, NUMBERS, ROW_FACTS
-
-PLACED_WEIGHT = 40.0  # an error of a tenth of the picture weighs 0.4
+from batches import SKILL_INDEX
+from classifiers import Classifiers
+from muon import Muon
 
 PHASES = {  # what is trained
     "pages": re.compile(r"visual\."),  # the encoder alone, on full pages
@@ -36,114 +35,32 @@ PHASES = {  # what is trained
 RECIPE = {
     "phase": "all",
     "steps": 16000,
-    "warm_up": 100,
+    "warm_up": 60,
     "from": 0,
     "decay_from": 10000,
     "rate": 1.0,
+    "see_rate": 1.0,  # of the encoder, as a share of `rate`
     "muon_rate": 0.02,
     "muon_decay": 0.1,
-    "see_rate": 1.0,
     "adam_rate": 0.002,
-    "tokens": 4000,
-    "parts": 2,
-    "kinds": [80, 12, 8],
-    "largest": 168 * 112,
-    "question_first": 0.2,
-    "text_share": 0.5,
-    "mixed": 0.4,
-    "talks": 5,
-    "words": 80,
-    "text": 130,
-    "easy": 0.05,
-    "extra": 0.3,
-    "aux": 1.5,
+    "average": 0.99,
+    "tokens": 4000,  # of work in a batch
+    "parts": 2,  # batches in a step
+    "kinds": [60, 34, 6],  # one picture, two, a clip
+    "largest": 1_000_000,  # pixels
+    "question_first": 0.15,  # before the pictures
+    "text_share": 0.52,  # pictures with text
+    "mixed": 0.3,  # pictures of several kinds of things on purpose
+    "talks": 5,  # conversations about the pictures of a sample
+    "words": 80,  # in them
+    "text": 130,  # tokens that they take
+    "easy": 0.05,  # weight of a question that is always answered; the share of wrong answers comes on top
+    "extra": 0.3,  # weight of questions that no test asks
+    "aux": 2.0,  # weights of what vision rows and hidden states are told
     "facts": 2.0,
     "placed": 120.0,
-    "pages": 20,
-    "average": 0.99,
+    "pages": 16,  # beside the questions of a batch
 }
-ROW_LAYER, NAME_LAYER = 1, 2  # whose output is asked for ROW_FACTS, for NAME_FACTS
-
-
-class Aux(torch.nn.Module):
-    """Linear classifiers of a vision row, for training only."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.head = torch.nn.Linear(width, sum(n for _, n, _ in AUX) + PLACED)
-        torch.nn.init.normal_(self.head.weight, std=0.02)
-
-    def forward(self, rows, targets):
-        """Loss, and by classifier the share of right answers among targets that are not "nothing"."""
-        logits = self.head(F.rms_norm(rows, rows.shape[-1:])).float()
-        logits = logits.reshape(-1, self.head.out_features)
-        *parts, placed = logits.split([*(n for _, n, _ in AUX), PLACED], dim=-1)
-        targets = targets.reshape(-1, targets.shape[-1])
-        total, right = sum(w for _, _, w in AUX), {}
-        where = targets[:, len(AUX) :]
-        loss = PLACED_WEIGHT * ((placed - (where - 1) / 1000) ** 2 * (where > 0)).sum()
-        loss = loss / (where > 0).sum().clamp(min=1) / total
-        for (name, n, share), part, target in zip(AUX, parts, targets.T, strict=False):
-            weight = torch.ones(n)
-            weight[0] = 0.15
-            loss = loss + F.cross_entropy(part, target, weight) * share / total
-            some = target > 0
-            if some.any():
-                right[name] = (part[some].argmax(-1) == target[some]).float().mean().item()
-        return loss, right
-
-
-class Told(torch.nn.Module):
-    """Linear classifiers of hidden states of the language side, for training only."""
-
-    def __init__(self, width: int, classes, numbers: int = 0):
-        super().__init__()
-        self.classes, self.numbers = classes, numbers
-        self.head = torch.nn.Linear(width, sum(n for _, n, _ in classes) + numbers)
-        torch.nn.init.normal_(self.head.weight, std=0.02)
-
-    def forward(self, states, targets, placed_weight: float):
-        """Loss, and by classifier the share of right answers; a target of 0 is not asked."""
-        logits = self.head(F.rms_norm(states, states.shape[-1:])).float()
-        *parts, placed = logits.split([*(n for _, n, _ in self.classes), self.numbers], dim=-1)
-        total, right = sum(w for _, _, w in self.classes), {}
-        where = targets[:, len(self.classes) :]
-        loss = placed_weight * ((placed - (where - 1) / 1000) ** 2 * (where > 0)).sum()
-        loss = loss / (where > 0).sum().clamp(min=1) / total
-        for (name, _, share), part, target in zip(self.classes, parts, targets.T, strict=False):
-            some = target > 0
-            if some.any():
-                part, target = part[some], target[some]
-                loss = loss + F.cross_entropy(part, target) * share / total
-                right["told_" + name] = (part.argmax(-1) == target).float().mean().item()
-        if (where > 0).any():
-            off = (placed - (where - 1) / 1000).abs()[where > 0]
-            right["told_place"] = (off < 0.08).float().mean().item()
-        return loss, right
-
-
-class Helpers(torch.nn.Module):
-    """Everything that is trained beside the model and dropped on export."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.seen = Aux(width)
-        self.rows = Told(width, ROW_FACTS)
-        self.names = Told(width, NAME_FACTS, NUMBERS)
-
-    def told(self, hidden, batch, placed_weight: float):
-        """Loss and shares of right answers of both kinds of facts."""
-        loss, right = 0.0, {}
-        for told, layer, at, targets in (
-            (self.rows, ROW_LAYER, batch.row_facts_at, batch.row_facts),
-            (self.names, NAME_LAYER, batch.name_facts_at, batch.name_facts),
-        ):
-            if len(at):
-                states = hidden[layer].reshape(-1, hidden[layer].shape[-1])
-                targets = torch.from_numpy(targets)
-                part, shares = told(states[torch.from_numpy(at)], targets, placed_weight)
-                loss, right = loss + part, right | shares
-        return loss, right
 
 
 def net_logits(net, batch):
@@ -160,7 +77,7 @@ def net_logits(net, batch):
     return logits, rows, hidden
 
 
-def forward_loss(net, helpers, batch, recipe, seeing: bool):
+def forward_loss(net, aux, batch, recipe, seeing: bool):
     """Loss of one batch, for each answer whether greedy decoding would give it exactly, and what classifiers get right."""
     t = torch.from_numpy
     logits, rows, hidden = net_logits(net, batch)
@@ -172,68 +89,12 @@ def forward_loss(net, helpers, batch, recipe, seeing: bool):
     # half by token, half by answer, so that one-token answers (counts, sides) count as much as long ones
     sizes = torch.bincount(answer, minlength=len(batch.skills)).float()
     loss = 0.5 * each.mean() + 0.5 * (each / sizes[answer]).sum() / len(batch.skills)
-    told, right = helpers.told(hidden, batch, recipe["placed"])
+    told, right = aux.told(hidden, batch, recipe["placed"])
     loss = loss + recipe["facts"] * told
     if seeing:
-        extra, seen = helpers.seen(rows, t(batch.aux))
+        extra, seen = aux.seen(rows, t(batch.aux))
         loss, right = loss + recipe["aux"] * extra, right | seen
     return loss, (wrong == 0).tolist(), right
-
-
-class Muon:
-    """Orthogonalised momentum (Newton-Schulz, 5 steps) on stacks of equal matrices."""
-
-    def __init__(self, net, trained: re.Pattern):
-        parts = []
-        for name, p in net.named_parameters():
-            if p.ndim != 2 or name == "embed" or not trained.match(name):
-                continue
-            module = net.get_submodule(name.rsplit(".", 2)[0]) if "." in name else None
-            if ".qkv." in name:
-                h, k, d = module.heads, module.kv_heads, module.head
-                cuts = [h * d, k * d, k * d]
-            elif ".gate_up." in name:
-                cuts = [p.shape[0] // 2] * 2
-            else:
-                cuts = [p.shape[0]]
-            start = 0
-            for c in cuts:
-                parts.append((p, start, start + c))
-                start += c
-        stacks = defaultdict(list)
-        for part in parts:
-            stacks[(part[2] - part[1], part[0].shape[1])].append(part)
-        self.stacks = sorted(stacks.items())
-        self.momentum = [torch.zeros(len(v), *k) for k, v in self.stacks]
-        self.ids = {id(p) for p, _, _ in parts}
-        self.decayed = {id(p) for name, p in net.named_parameters() if name.startswith("layers.")}
-
-    def step(self, rate: float, see_rate: float, decay: float, beta: float = 0.95) -> None:
-        """`decay` holds the norms of the language side's matrices, and so the share that a step moves of them."""
-        for ((rows, cols), parts), m in zip(self.stacks, self.momentum, strict=True):
-            g = torch.stack([p.grad[a:b] for p, a, b in parts])
-            m.lerp_(g, 1 - beta)
-            u = orthogonal(g.lerp_(m, beta))
-            for (p, a, b), d in zip(parts, u, strict=True):
-                own = p.data[a:b]
-                size = (own.norm() / min(rows, cols) ** 0.5).clamp(0.05, 1.0)  # of singular values
-                if id(p) in self.decayed:
-                    own.mul_(1 - rate * decay)
-                else:
-                    size *= see_rate
-                own.add_(d * size, alpha=-rate * max(1.0, rows / cols) ** 0.5)
-
-
-def orthogonal(g):
-    x = g.bfloat16()
-    tall = x.shape[-2] > x.shape[-1]
-    if tall:
-        x = x.mT
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(5):
-        a = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-    return (x.mT if tall else x).float()
 
 
 def read_recipe(path: str) -> dict:
@@ -264,11 +125,12 @@ def run(rank: int, args, recipe: dict, net, aux, shared, errors) -> None:
     for p in net.parameters():
         p.requires_grad_(any(p is q for q in everything))
     others = [p for p in everything if id(p) not in muon.ids]
-    sees = {id(p) for name, p in net.named_parameters() if name.startswith("visual.")}
-    groups = [{"params": [p for p in others if (id(p) in sees) == seen]} for seen in (False, True)]
-    adam = torch.optim.Adam(
-        [g for g in groups if g["params"]], lr=1e-3, betas=(0.9, 0.98), eps=1e-10
-    )
+    groups = [
+        {"params": [p for p in others if (id(p) in muon.seen) == seen], "seen": seen}
+        for seen in (False, True)
+    ]
+    groups = [group for group in groups if group["params"]]
+    adam = torch.optim.Adam(groups, lr=1e-3, betas=(0.9, 0.98), eps=1e-10)
     average, spent = {k: v.clone() for k, v in net.state_dict().items()}, 0.0
     if (state / "state.pt").exists():
         saved = torch.load(state / "state.pt", weights_only=False)
@@ -328,8 +190,8 @@ def run(rank: int, args, recipe: dict, net, aux, shared, errors) -> None:
         rate = rate_at(step, recipe)
         muon.step(rate * recipe["muon_rate"], recipe["see_rate"], recipe["muon_decay"])
         for group in adam.param_groups:
-            sees_ = id(group["params"][0]) in sees
-            group["lr"] = rate * recipe["adam_rate"] * (recipe["see_rate"] if sees_ else 1.0)
+            own_rate = rate * (recipe["see_rate"] if group["seen"] else 1.0)
+            group["lr"] = own_rate * recipe["adam_rate"]
         adam.step()
         if rank:
             continue
@@ -439,7 +301,7 @@ def main() -> None:
         tokenizer_file.write(Path(args.state) / "tokenizer")
     torch.manual_seed(args.seed)
     net = model_file.Model()
-    aux = Helpers(net.config["hidden_size"])
+    aux = Classifiers(net.config["hidden_size"])
     errors = torch.full((len(kinds.NAMES),), 0.5)
     shared = torch.zeros(3, dtype=torch.long)
     if (Path(args.state) / "state.pt").exists():
@@ -457,7 +319,9 @@ def main() -> None:
     for part in (net, aux, shared, errors):
         (part.share_memory_ if isinstance(part, torch.Tensor) else part.share_memory)()
     signal.signal(signal.SIGTERM, lambda *_: shared[2].fill_(1))
-    torch.multiprocessing.spawn(run, (args, recipe, net, aux, shared, errors), nprocs=args.processes)
+    torch.multiprocessing.spawn(
+        run, (args, recipe, net, aux, shared, errors), nprocs=args.processes
+    )
 
 
 if __name__ == "__main__":

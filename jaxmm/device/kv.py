@@ -75,6 +75,7 @@ class PagedAttention(NamedTuple):
         channels: int,
         norms: Norms | None = None,
         eps: float = 0.0,
+        window: int | None = None,
     ) -> tuple[Float[Array, "T X"], Float[Array, "P ..."]]:
         """Rotate, write the step's keys and values, attend; each chip does its own heads.
 
@@ -85,12 +86,15 @@ class PagedAttention(NamedTuple):
             channels: C, of one head.
             norms: Of queries and keys before they are rotated.
             eps: Of the norms.
+            window: Keys up to its own that a token sees at most; None: all.
 
         Returns:
             Attended values, query heads side by side; and the pool.
         """
         attend = self.backend.per_chip(
-            partial(_attend, channels=channels, eps=eps, kernels=self.backend.kernels),
+            partial(
+                _attend, channels=channels, eps=eps, window=window, kernels=self.backend.kernels
+            ),
             (spec_of("TO"), WHOLE, KV_POOL, WHOLE, WHOLE),
             (spec_of("TO"), KV_POOL),
         )
@@ -132,6 +136,7 @@ def _attend(
     *,
     channels: int,
     eps: float,
+    window: int | None,
     kernels: Literal["portable", "pallas"],
 ) -> tuple[Float[Array, "T X"], Float[Array, "P ..."]]:
     """One chip's heads."""
@@ -147,15 +152,21 @@ def _attend(
             norms=norms,
             eps=eps,
         )
-        return attend_rows(q_TX, new_TY, pages, plan, channels)
+        return attend_rows(q_TX, new_TY, pages, plan, channels, window=window)
     # heads that do not fill whole registers are padded anyhow, by XLA
     qkv_TKXC = qkv_TO.reshape(len(qkv_TO), num_kv, -1, channels)
     q_THC = qkv_TKXC[:, :, :-2].reshape(len(qkv_TO), -1, channels)
     k_TKC, v_TKC = qkv_TKXC[:, :, -2], qkv_TKXC[:, :, -1]
     if norms is not None:
-        q_THC = rms_norm(q_THC, norms.q_C, eps)
-        k_TKC = rms_norm(k_TKC, norms.k_C, eps)
+        q_THC = rms_norm(q_THC, norms.q_C, eps).astype(qkv_TO.dtype)
+        k_TKC = rms_norm(k_TKC, norms.k_C, eps).astype(qkv_TO.dtype)
     attended_THC, pages = write_and_attend(
-        rotate(q_THC, rope), rotate(k_TKC, rope), v_TKC, pages, plan, implementation=kernels
+        rotate(q_THC, rope),
+        rotate(k_TKC, rope),
+        v_TKC,
+        pages,
+        plan,
+        window=window,
+        implementation=kernels,
     )
     return attended_THC.reshape(len(qkv_TO), -1), pages

@@ -184,4 +184,6 @@ def step_layout(sizes: Sizes, vocab_size: int, num_tokens: int) -> StepLayout:
     """Layout of the smallest bucket with `num_tokens`."""
     rung = sizes.buckets.step_tokens(num_tokens)
     words = mask_words(vocab_size)
-    return StepLayout(rung, sizes.max_running, sizes.num_table_pages, words)
+    return StepLayout(
+        rung, sizes.max_running, sizes.num_table_pages, words, both_ways=sizes.whole_items
+    )

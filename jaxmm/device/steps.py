@@ -124,6 +124,7 @@ def _language_step(
         counts_B=step["counts_B"],
         lengths_B=step["lengths_B"],
         tables_BQ=step["tables_BQ"],
+        seen_T=step["seen_T"] if layout.both_ways else None,
     )
     attention = PagedAttention.of_step(
         ragged,

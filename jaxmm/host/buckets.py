@@ -71,8 +71,10 @@ def patch_rungs(low: int, high: int, *, dense: bool, align: int = _PATCH_ALIGN) 
     return tuple(rungs)
 
 
-def tile_rungs(tile: int, low: int, high: int, *, dense: bool, align: int) -> tuple[int, ...]:
-    """Rungs of lane patches for pictures of equal tiles, two tiles or more: `patch_rungs` of tiles.
+def tile_rungs(
+    tile: int, low: int, high: int, *, dense: bool, align: int, least: int = 2
+) -> tuple[int, ...]:
+    """Rungs of lane patches for pictures of equal tiles: `patch_rungs` of tiles.
 
     Args:
         tile: Patches of a tile.
@@ -80,8 +82,9 @@ def tile_rungs(tile: int, low: int, high: int, *, dense: bool, align: int) -> tu
         high: Patches of the highest rung at least.
         dense: As for `patch_rungs`.
         align: What every rung is a multiple of.
+        least: Tiles of the smallest picture.
     """
-    fewest = max(2, -(-low // tile))
+    fewest = max(least, -(-low // tile))
     tiles = patch_rungs(fewest, max(fewest, -(-high // tile)), dense=dense, align=1)
     return tuple(round_up(n * tile, align) for n in tiles)
 

@@ -84,8 +84,20 @@ class ChatTokenizer:
         self._takes_calls = self._shows_calls()
 
     @classmethod
-    def from_checkpoint(cls, directory: str | Path) -> "ChatTokenizer":
+    def from_checkpoint(
+        cls,
+        directory: str | Path,
+        *,
+        image_token: str = "",
+        rewrite: Callable[[str], str] = lambda template: template,
+    ) -> "ChatTokenizer":
         """Load a Hugging Face directory; needs no torch and no network.
+
+        Args:
+            directory: With the tokenizer, its template, and config.json.
+            image_token: Spelling of the token that marks an image's place; empty: the one that
+                config.json names.
+            rewrite: What a family makes of the template.
 
         Raises:
             ModelError: No tokenizer there, or one that cannot be used.
@@ -105,9 +117,11 @@ class ChatTokenizer:
             token_id = config.get(f"{kind.value}_token_id")
             token = None if token_id is None else tokenizer.convert_ids_to_tokens(token_id)
             placeholders[kind] = token or placeholders[kind]
+        placeholders[Modality.IMAGE] = image_token or placeholders[Modality.IMAGE]
+        template = _find_template(directory, tokenizer)
         return cls(
             tokenizer,
-            template=_find_template(directory, tokenizer),
+            template=None if template is None else rewrite(template),
             placeholders=placeholders,
         )
 

@@ -87,7 +87,7 @@ def pack_tiles(
     patch_values: int,
     drop_slot: int,
 ) -> EncodeBatch:
-    """Pack pictures into a lane, one after the other; without any it is all padding.
+    """Pack pictures into a lane, one after the other; a lane of none is padding.
 
     Args:
         features: For each picture uint8[n, U]: the overview, then its tiles line by line, each

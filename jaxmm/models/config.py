@@ -41,6 +41,21 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindow:
+    """Layers that see only the last tokens, and turn their positions by a base of their own."""
+
+    tokens: int
+    """Keys up to its own that a token sees."""
+    whole_layers: tuple[int, ...]
+    """Layers that see all."""
+    rope_theta: float
+
+    def of_layer(self, layer: int) -> int | None:
+        """Tokens that a layer sees at most; None: all."""
+        return None if layer in self.whole_layers else self.tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TextConfig:
     """Dimensions of a text decoder."""
 
@@ -81,6 +96,16 @@ class TextConfig:
     latent: LatentAttention | None = None
     """The KV cache holds one row of `head_channels` a token, as if of one KV head, and no values:
     they are the row's first channels. None: keys and values."""
+
+    both_ways: bool = False
+    """Tokens of an item see each other, later ones too: an item is never cut, and read from the
+    prefix cache whole or not at all."""
+    sliding: SlidingWindow | None = None
+    """None: every layer sees all."""
+    rope_factor: float = 1.0
+    """What positions are divided by, in layers that see all."""
+    score_divisor: float = 0.0
+    """Scores are divided by its root; 0: by that of the head channels."""
 
     @property
     def kv_values(self) -> int:
@@ -132,6 +157,10 @@ class VisionConfig:
     """Patches by side of the square tiles that pictures are cut into; 0: they are taken whole."""
     overview_first: bool = True
     """With tiles: the rows of the whole picture stand before those of its tiles."""
+    picture_side: int = 0
+    """Patches by side of every picture; 0: pictures have sizes of their own."""
+    pooled: bool = False
+    """The patches of a row are averaged, not laid side by side."""
 
     @property
     def head_channels(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from jaxmm.host.lanes import MERGED_PATCHES, EncodeBatch, Grid, pack_lane, packed_patches
+from jaxmm.host.lanes import EncodeBatch, Grid, pack_lane, packed_patches
 from jaxmm.host.tiles import TileForm, pack_tiles
 from jaxmm.models.config import VisionConfig
 
@@ -24,7 +24,7 @@ def lane_patches(grid: Grid, vision: VisionConfig) -> int:
 def lane_rows(num_patches: int, vision: VisionConfig) -> int:
     """Rows that the encoder gives for a lane of so many patches."""
     form = tile_form(vision)
-    return num_patches // MERGED_PATCHES if form is None else form.lane_rows(num_patches)
+    return num_patches // vision.merged_patches if form is None else form.lane_rows(num_patches)
 
 
 def pack_items(
@@ -57,4 +57,5 @@ def pack_items(
         window_patches=vision.window_patches,
         with_sizes=vision.position_side > 0,
         drop_slot=drop_slot,
+        merge_size=vision.merge_size,
     )

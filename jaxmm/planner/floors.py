@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jaxmm.models.config import ModelConfig
 from jaxmm.planner.chips import Chip
-from jaxmm.sizes import attention_count
+from jaxmm.sizes import attention_count, merger_count
 
 HOP_SECONDS = 1e-6
 """From chip to chip."""
@@ -103,12 +103,17 @@ def extend_floor(
     )
 
 
-def encode_floor(model: ModelConfig, chip: Chip, num_patches: int, itemsize: int) -> Floor:
-    """An encode of one picture of `num_patches`, the whole of it on each chip."""
+def encode_floor(
+    model: ModelConfig, chip: Chip, num_patches: int, itemsize: int, links: float = 0.0
+) -> Floor:
+    """An encode of one picture of `num_patches` on one chip; the others have pictures of their own.
+
+    Args:
+        links: Seconds in which every chip gets the rows of all.
+    """
     vision = model.vision
     block = 4 * vision.width**2 + _vision_mlp(model)
-    merged = vision.width * vision.merged_patches
-    mergers = (1 + model.text.deepstack_levels) * merged * (merged + vision.out_width)
+    mergers = merger_count(model)
     weights = vision.depth * block + mergers
     num_full = len(vision.full_attention_layers) if vision.window_patches else vision.depth
     segment = vision.tile_side**2 or num_patches
@@ -116,7 +121,7 @@ def encode_floor(model: ModelConfig, chip: Chip, num_patches: int, itemsize: int
     operations = 2 * num_patches * (vision.depth * block + mergers / vision.merged_patches)
     operations += 4 * num_patches * keys * vision.width
     return Floor(
-        memory=weights * itemsize / chip.bandwidth, matrix=operations / chip.flops, links=0.0
+        memory=weights * itemsize / chip.bandwidth, matrix=operations / chip.flops, links=links
     )
 
 

@@ -138,12 +138,13 @@ def _compiled_plan(
         keys[1]: extend_floor(
             model, chip, num_chips, num_tokens=extend, itemsize=itemsize, links=links(keys[1])
         ),
-        keys[2]: encode_floor(model, chip, lane, itemsize),
+        # rows that are gathered go out once, those that are summed twice
+        keys[2]: encode_floor(model, chip, lane, itemsize, links=links(keys[2]) / 2),
     }
     names = (
         f"decode {running} requests of {length} tokens",
         f"extend a prompt by {extend} tokens",
-        f"encode a lane of {lane} patches",
+        f"encode a lane of {lane} patches on each chip",
     )
     memory = _memory(whole, figures, question)
     return Plan(

@@ -32,6 +32,10 @@ _NAMING_SECONDS = 2.0
 """An error of the devices waits so long for the name of the host that caused it."""
 
 
+class Elsewhere:
+    """What a step sampled on the chips of other processes; `PodRunner.fetch` has it from there."""
+
+
 class PodRunner:
     """Like a `Runner`, for a replica that has chips of other processes; one thread calls it.
 
@@ -116,17 +120,14 @@ class PodRunner:
         read: npt.NDArray[np.float32] = result[0] if self._runner is None else result
         return read
 
-    def step(self, batch: StepBatch) -> Sampled | None:
-        """Run a language step; the rows asked for come back in order, those after are filler.
-
-        None where they lie on the chips of others: `fetch` has them from there.
-        """
+    def step(self, batch: StepBatch) -> Sampled | Elsewhere:
+        """Run a language step; the rows asked for come back in order, those after are filler."""
         masks = None if batch.allowed_BO is None else batch.allowed_BO[: batch["num_samples"]]
         message = pack_step(batch.layout.num_tokens, batch.buffer, masks)
         self._track.began(self._num_steps)
         self._track.tell(Kind.STEP, message)
         self._num_steps += 1
-        return self._here(lambda runner: runner.step(batch))
+        return self._here(lambda runner: runner.step(batch)) or Elsewhere()
 
     def prime(
         self,
@@ -148,7 +149,7 @@ class PodRunner:
         self._track.tell(Kind.PRIME, message)
         self._here(lambda runner: runner.prime(slot, prompt_ids, output_ids, logit_bias))
 
-    def fetch(self, sampled: Sampled | None, *, logprobs: bool) -> Sampled:
+    def fetch(self, sampled: Sampled | Elsewhere, *, logprobs: bool) -> Sampled:
         """Wait for a step and read what it sampled; without logprobs, the tokens alone.
 
         Raises:

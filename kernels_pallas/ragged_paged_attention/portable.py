@@ -33,6 +33,7 @@ def paged_attention_portable(
     pages_PJSC: Float[Array, "P J S C"],
     ragged: "Ragged",
     latent: "Latent | None" = None,
+    window: int | None = None,
 ) -> Float[Array, "T H V"]:
     """See `ragged_paged_attention`."""
     num_tokens, num_heads, channels = q_THC.shape
@@ -41,7 +42,7 @@ def paged_attention_portable(
     tail = min(_TAIL.queries, num_tokens)
 
     def attend(b: Array, offset: Array, out: Array, tile: _Tile) -> Array:
-        return _attend_tile(q_TKGC, pages_PJSC, ragged, b, offset, out, tile, latent)
+        return _attend_tile(q_TKGC, pages_PJSC, ragged, b, offset, out, tile, latent, window)
 
     def decode(b: Array, out: Array) -> Array:
         return attend(b, jnp.int32(0), out, _DECODE)
@@ -76,6 +77,7 @@ def _attend_tile(
     out_TKGV: Float[Array, "T K G V"],
     tile: _Tile,
     latent: "Latent | None",
+    window: int | None,
 ) -> Float[Array, "T K G V"]:
     """Attend some queries of one sequence, from `offset` in its chunk on, into `out_TKGV`."""
     num_tokens, num_kv, group, channels = q_TKGC.shape
@@ -93,7 +95,13 @@ def _attend_tile(
     length = ragged.lengths_B[sequence]
     first_position = length - ragged.counts_B[sequence] + offset
     position_X = first_position - skipped + jnp.arange(block)
+    last_X = position_X
     num_keys = jnp.minimum(length, first_position + block)
+    if ragged.seen_T is not None:
+        last_X = lax.dynamic_slice_in_dim(ragged.seen_T, token, block)
+        ours_X = (position_X >= first_position) & (position_X < length)
+        num_keys = jnp.minimum(length, jnp.max(jnp.where(ours_X, last_X, 0)) + 1)
+    lowest = 0 if window is None else jnp.maximum(first_position - window + 1, 0) // page_size
 
     scale = jnp.asarray(latent.scale if latent else channels**-0.5, q_TKGC.dtype)
     q_XKGC = lax.dynamic_slice_in_dim(q_TKGC, token, block) * scale
@@ -123,7 +131,9 @@ def _attend_tile(
         )
         scores_KYZ = jnp.einsum("KYC,KZC->KYZ", q_KYC, k_KZC, preferred_element_type=jnp.float32)
         key_Z = first_page * page_size + jnp.arange(block_pages * page_size)
-        visible_XZ = (key_Z[None] <= position_X[:, None]) & (key_Z[None] >= page * page_size)
+        visible_XZ = (key_Z[None] <= last_X[:, None]) & (key_Z[None] >= page * page_size)
+        if window is not None:
+            visible_XZ &= key_Z[None] > position_X[:, None] - window
         visible_YZ = jnp.repeat(visible_XZ, group, axis=0)
         scores_KYZ = jnp.where(visible_YZ[None], scores_KYZ, _NEVER)
         new_max_KY = jnp.maximum(max_KY, scores_KYZ.max(-1))
@@ -147,12 +157,12 @@ def _attend_tile(
         jnp.zeros(q_KYC.shape[:2], jnp.float32),
     )
     num_pages = (num_keys + page_size - 1) // page_size
-    done = jnp.int32(0)
+    done = jnp.int32(lowest)
     carry, last = start, pages_of(tile.keys)
     if tile == _WHOLE:
-        turns = num_pages // last
+        turns = (num_pages - done) // last
         carry = over_keys(carry, done, last, turns)
-        done, last = turns * last, pages_of(_LAST_KEYS)
+        done, last = done + turns * last, pages_of(_LAST_KEYS)
     turns = (num_pages - done + last - 1) // last
     sum_KYV, _, total_KY = over_keys(carry, done, last, turns)
     attended_KYV = (sum_KYV / total_KY[..., None]).astype(q_TKGC.dtype)

@@ -16,6 +16,7 @@ def paged_attention_reference(
     pages_PJSC: Float[Array, "P J S C"],
     ragged: "Ragged",
     latent: "Latent | None" = None,
+    window: int | None = None,
 ) -> Float[Array, "T H V"]:
     """See `ragged_paged_attention`; rows of no sequence are zeros. Z counts the keys of a table."""
     num_tokens, num_heads, channels = q_THC.shape
@@ -37,7 +38,11 @@ def paged_attention_reference(
     kv_TJZC = jnp.repeat(kv_TJZC, num_heads // num_kv, axis=1)
     k_THZC, v_THZC = kv_TJZC[:, :num_heads], kv_TJZC[:, num_heads:]
     scores_THZ = jnp.einsum("THC,THZC->THZ", q_THC.astype(jnp.float32), k_THZC) * scale
-    visible_TZ = jnp.arange(scores_THZ.shape[2]) <= position_T[:, None]
+    key_Z = jnp.arange(scores_THZ.shape[2])
+    last_T = position_T if ragged.seen_T is None else ragged.seen_T
+    visible_TZ = key_Z <= last_T[:, None]
+    if window is not None:
+        visible_TZ &= key_Z > position_T[:, None] - window
     weights_THZ = jax.nn.softmax(jnp.where(visible_TZ[:, None], scores_THZ, -jnp.inf), axis=-1)
     out_THC = jnp.einsum("THZ,THZC->THC", weights_THZ, v_THZC)
     out_THC = out_THC[:, :, : latent.value_channels if latent else channels]

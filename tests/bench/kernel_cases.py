@@ -178,8 +178,8 @@ def segment_case(patches: int, images: int, heads: int, channels: int) -> Case:
     plan = segment.SegmentPlan(steps, steps, steps, i32(), i32(1, patches), i32(1, patches))
     x = bf16(heads, patches, channels)
     groups = heads // segment.heads_of_group(heads, channels, side_by_side=True)
-    half = float(size < block)
-    share = patches / tile / visits
+    half = float(size < block)  # then a tile has one visit, which does all at once
+    share = (1 - half) * patches / tile / visits
     return Case(
         name=f"segments {images} x {size}, {heads} heads of {channels}",
         function=functools.partial(
@@ -189,7 +189,7 @@ def segment_case(patches: int, images: int, heads: int, channels: int) -> Case:
         hbm_bytes=4 * 2 * patches * heads * channels,
         flops=4 * patches * size * heads * channels,
         kernel="segment_attention",
-        times=(groups * visits, share, 1 - half, 0, half, share),
+        times=(groups * visits, share, 1 - half, 0, 0, half, share),
         large=150,
     )
 

@@ -106,20 +106,30 @@ def conversations(on: Engine) -> dict[str, Any]:
     }
 
 
-def report(family: Family, tensor_parallel: int, data_parallel: int) -> dict[str, Any]:
-    """What was answered, and how it was served."""
-    with make(family, tensor_parallel, data_parallel) as on:
-        before = quiet(on)
-        first = first_answers(on)
-        with few_pages(on):
-            load = under_load(on)
-        after = quiet(on)
-        talks = conversations(on)
-        stats = on.stats()
+def brief_report(on: Engine) -> dict[str, Any]:
+    """A few answers alone."""
+    return answered(first_answers(on), [])
+
+
+def answered(first: list[Result], load: list[Result]) -> dict[str, Any]:
+    """Tokens and log-probabilities."""
     return {
         "ids": [[list(c.token_ids) for c in r.completions] for r in first + load],
         "logprobs": [logprobs(result).tolist() for result in first],
         "cached": first[3].usage.cached_tokens,
+    }
+
+
+def report(on: Engine) -> dict[str, Any]:
+    """What was answered, and how it was served."""
+    before = quiet(on)
+    first = first_answers(on)
+    with few_pages(on):
+        load = under_load(on)
+    after = quiet(on)
+    talks = conversations(on)
+    stats = on.stats()
+    return answered(first, load) | {
         "finished": [replica.finished for replica in stats.replicas],
         "talks": talks,
         "retracts": stats.retracts,
@@ -130,9 +140,12 @@ def report(family: Family, tensor_parallel: int, data_parallel: int) -> dict[str
 
 
 def main() -> None:
-    for layout in sys.argv[2:]:
+    """Words: `brief` or `whole`, the family, and layouts as chips of a replica x replicas."""
+    kind, family, *layouts = sys.argv[1:]
+    for layout in layouts:
         tensor_parallel, data_parallel = map(int, layout.split("x"))
-        found = report(sys.argv[1], tensor_parallel, data_parallel)  # type: ignore[arg-type]
+        with make(family, tensor_parallel, data_parallel) as on:  # type: ignore[arg-type]
+            found = brief_report(on) if kind == "brief" else report(on)
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
 

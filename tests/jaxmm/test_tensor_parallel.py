@@ -30,11 +30,11 @@ from tests.engines import LOGPROB_ATOL
 ROOT = Path(__file__).parents[2]
 
 
-def serve(family: Family, *layouts: str) -> list[dict[str, Any]]:
+def serve(family: Family, *layouts: str, kind: str = "whole") -> list[dict[str, Any]]:
     """What each layout (chips of a replica x replicas) made of the same requests, from one process
     with four simulated chips."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.jaxmm.sharded_answers", family, *layouts],
+        [sys.executable, "-m", "tests.jaxmm.sharded_answers", kind, family, *layouts],
         cwd=ROOT,
         env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
         capture_output=True,
@@ -48,7 +48,9 @@ def serve(family: Family, *layouts: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_and_drawn_answers_equal_the_unsharded_ones(family: Family) -> None:
-    whole, *split = serve(family, "1x1", "2x1", "4x1", "1x2", "2x2")
+    every = family in ("qwen2_5_vl", "qwen3_vl_moe")  # the others have a decoder of one of these
+    layouts = ["2x1", "4x1", "1x2", "2x2"] if every else ["4x1", "2x2"]
+    whole, *split = serve(family, "1x1", *layouts)
     for layout in [whole, *split]:
         assert layout["ids"] == whole["ids"]
         for values, wanted in zip(layout["logprobs"], whole["logprobs"], strict=True):
@@ -64,13 +66,14 @@ def test_greedy_and_drawn_answers_equal_the_unsharded_ones(family: Family) -> No
         assert min(talks["cached"]) > 0
         assert talks["cost"][0] == talks["cost"][1] > 0
         assert talks["dropped"] == 0
-    assert [len(layout["finished"]) for layout in split] == [1, 1, 2, 2]
+    replicas = [int(layout.partition("x")[2]) for layout in layouts]
+    assert [len(layout["finished"]) for layout in split] == replicas
 
 
 @pytest.mark.slow
 def test_answers_from_compressed_rows_equal_the_unsharded_ones() -> None:
     """Every chip keeps the rows, and its own heads and experts read them."""
-    whole, split = serve("deepseek_vl2_noaux", "1x1", "2x2")
+    whole, split = serve("deepseek_vl2_noaux", "1x1", "2x2", kind="brief")
     assert split["cached"] > 0
     assert split["ids"] == whole["ids"]
     for values, wanted in zip(split["logprobs"], whole["logprobs"], strict=True):

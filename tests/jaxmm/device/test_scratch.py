@@ -15,9 +15,8 @@ from jaxmm.start import settle_basis
 settle_basis(EngineConfig())
 
 @jax.jit
-def step(x):  # two temporary arrays of 128 MiB, on a thread of XLA's
-    y = jax.lax.optimization_barrier(jnp.outer(x, x))
-    return jax.lax.optimization_barrier(y + x).sum()
+def step(x):  # a temporary array of 128 MiB, which a product reads, on a thread of XLA's
+    return jnp.outer(x, x) @ jnp.ones((len(x), 8), jnp.float32)
 
 def faults() -> int:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -25,7 +24,7 @@ def faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 x = jnp.zeros(4096 + 1696, jnp.float32)
-print(*(faults() for _ in range(4)))
+print(*(faults() for _ in range(12)))
 """
 
 
@@ -36,4 +35,4 @@ def test_step_of_a_started_engine_uses_the_same_memory_again() -> None:
     )
     first, *later = map(int, run.stdout.split())
     assert first > 30_000, "the step must need fresh memory once for this to say anything"
-    assert min(later) < 1000
+    assert min(later) < 1000, "small blocks may lie in the way in the first few runs"

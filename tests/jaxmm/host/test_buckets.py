@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmm.errors import ConfigError, MediaTooLarge
-from jaxmm.host.buckets import Buckets, patch_rungs, round_up, token_rungs
+from jaxmm.host.buckets import Buckets, patch_rungs, round_up, tile_rungs, token_rungs
+
+
+def test_tile_rungs_hold_whole_tiles() -> None:
+    # 2, 3, 4, 5, 6, 7, 8 and 10 tiles of 27 x 27 patches
+    rungs = tile_rungs(729, 256, 7290, dense=True, align=64)
+    assert rungs == (1472, 2240, 2944, 3648, 4416, 5120, 5888, 7296)
+    assert [rung // 729 for rung in rungs] == [2, 3, 4, 5, 6, 7, 8, 10]
+    assert tile_rungs(729, 3000, 3000, dense=False, align=256) == (3840,)  # five
 
 
 def test_token_rungs_worked_out_by_hand() -> None:
