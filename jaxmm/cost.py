@@ -69,10 +69,12 @@ def estimate(sequence: Sequence, parts: "Parts", scored: Set[int] = frozenset())
     check_fits(sequence, config, parts.pool, parts.arena)
     cached = num_usable(sequence, parts.prefix_cache, whole_items=config.whole_items)
     num_tokens = sequence.prompt.num_tokens
-    rest, buckets = num_tokens - cached, []
-    for start in range(0, rest, config.max_step_tokens):
-        step = min(config.max_step_tokens, rest - start)
-        buckets.append(parts.sizes.buckets.step_tokens(step))
+    rest, buckets, start = num_tokens - cached, [], cached
+    while start < num_tokens:
+        stop = min(start + config.max_step_tokens, num_tokens)
+        stop = sequence.item_start(stop) if config.whole_items else stop
+        buckets.append(parts.sizes.buckets.step_tokens(stop - start))
+        start = stop
     max_output = output_limit(sequence, config, parts.pool)
     needed = sequence.items_after(cached) | scored
     return Cost(

@@ -8,9 +8,9 @@ from tests.jaxmm.host.prompts import MERGE, Picture
 from tests.jaxmm.host.test_scheduler import PAGE, build, sequence_of
 
 
-def parts_of():  # type: ignore[no-untyped-def]
+def parts_of(**changes):  # type: ignore[no-untyped-def]
     """As much of an engine's parts as an estimate needs; nothing is cached."""
-    loop, pool, cache, arena = build()
+    loop, pool, cache, arena = build(**changes)
     return SimpleNamespace(
         scheduler=loop.scheduler,
         pool=pool,
@@ -29,6 +29,14 @@ def test_buckets_and_their_filler() -> None:
     [image] = cost.images
     assert (image.tokens, image.lane_patches, image.cached) == (5, 24, "no")
     assert image.padding == 1 - 5 * MERGE / 24
+
+
+def test_steps_end_before_pictures_that_stay_whole() -> None:
+    asked = sequence_of([1] * 12, Picture("a", 8), [2] * 4)
+    assert estimate(asked, parts_of()).step_tokens == (16, 8)
+    whole = estimate(asked, parts_of(whole_items=True))  # 12 tokens of text, then the others
+    assert whole.step_tokens == (16, 16)
+    assert whole.step_padding == 1 - 24 / 32
 
 
 def test_a_step_that_is_scored_is_encoded_whether_it_keeps_tokens_or_not() -> None:
