@@ -75,8 +75,10 @@ class Scorings:
         self._queue: deque[Scoring] = deque()
         self._used: list[Lease] = []  # by the last plan; they go back when the next one begins
 
-    def __len__(self) -> int:
-        return len(self._queue)
+    @property
+    def has_work(self) -> bool:
+        """A video waits, or the next plan has rows of the last one to give back."""
+        return bool(self._queue or self._used)
 
     def check(self, step: Item) -> None:
         """Refuse a video of which the arena cannot hold two steps.
