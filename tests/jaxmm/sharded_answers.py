@@ -90,12 +90,12 @@ def conversations(on: Engine) -> dict[str, Any]:
         on.session("You know all about houses.") as one,
         on.session("Painting is what you are good at.") as other,
     ):
-        for chat in (one, other):
-            chat.send("what is it", picture(112, 84), **short)
+        for seed, chat in enumerate((one, other)):  # a picture in common would draw them together
+            chat.send("what is it", picture(112, 84, seed), **short)
         kept = [len(replica.scheduler.pins) for replica in on.replicas]
         cached = [chat.send("and now", **short).usage.cached_tokens for chat in (one, other)]
         still = [len(replica.scheduler.pins) for replica in on.replicas]
-        same = request(other.messages, [picture(112, 84)])
+        same = request(other.messages, [picture(112, 84, 1)])
         expected = asyncio.run(on.cost(same)).cached_tokens
         [found] = ask(on, same)
     return {
