@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxmm.api import agenerate, generate
+    from jaxmm.basis import default_model
     from jaxmm.config import EngineConfig, load_config
     from jaxmm.engine import Engine
     from jaxmm.errors import JaxmmError
     from jaxmm.host.grammar import json_grammar
+    from jaxmm.planner.plan import plan
+    from jaxmm.planner.result import Plan
     from jaxmm.request import Completion, Delta, Embeddings, Request, Result, SamplingParams, Usage
     from jaxmm.session import Session
-    from jaxmm.start import default_model
 
 __version__ = "0.1.0"
 
@@ -29,15 +31,17 @@ _HOMES = {
     "Engine": "jaxmm.engine",
     "JaxmmError": "jaxmm.errors",
     "json_grammar": "jaxmm.host.grammar",
+    "plan": "jaxmm.planner.plan",
     "Completion": "jaxmm.request",
     "Delta": "jaxmm.request",
     "Embeddings": "jaxmm.request",
+    "Plan": "jaxmm.planner.result",
     "Request": "jaxmm.request",
     "Result": "jaxmm.request",
     "SamplingParams": "jaxmm.request",
     "Session": "jaxmm.session",
     "Usage": "jaxmm.request",
-    "default_model": "jaxmm.start",
+    "default_model": "jaxmm.basis",
 }
 
 __all__ = [
@@ -47,6 +51,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "JaxmmError",
+    "Plan",
     "Request",
     "Result",
     "SamplingParams",
@@ -57,6 +62,7 @@ __all__ = [
     "generate",
     "json_grammar",
     "load_config",
+    "plan",
 ]
 
 

@@ -108,12 +108,12 @@ class Answer:
         prompt = self.sequences[0].prompt
         return Usage(
             prompt_tokens=prompt.num_tokens,
-            image_tokens=_num_rows(prompt, Modality.IMAGE),
-            video_tokens=_num_rows(prompt, Modality.VIDEO),
+            image_tokens=_num_tokens(prompt, Modality.IMAGE),
+            video_tokens=_num_tokens(prompt, Modality.VIDEO),
             cached_tokens=self.sequences[0].num_cached,
             completion_tokens=sum(len(s.output_ids) for s in self.sequences),
         )
 
 
-def _num_rows(prompt: Prompt, modality: Modality) -> int:
-    return sum(item.num_rows for item in prompt.items if item.modality is modality)
+def _num_tokens(prompt: Prompt, modality: Modality) -> int:
+    return sum(item.num_tokens for item in prompt.items if item.modality is modality)

@@ -23,6 +23,7 @@ def generate(
     videos: Videos = ...,
     fps: float | None = ...,
     num_frames: int | None = ...,
+    video_pruning_rate: float | None = ...,
     engine: Engine | None = ...,
     model: str | None = ...,
     stream: Literal[False] = ...,
@@ -36,6 +37,7 @@ def generate(
     videos: Sequence[Videos] | None = ...,
     fps: float | None = ...,
     num_frames: int | None = ...,
+    video_pruning_rate: float | None = ...,
     engine: Engine | None = ...,
     model: str | None = ...,
     stream: Literal[False] = ...,
@@ -49,6 +51,7 @@ def generate(
     videos: Videos = ...,
     fps: float | None = ...,
     num_frames: int | None = ...,
+    video_pruning_rate: float | None = ...,
     engine: Engine | None = ...,
     model: str | None = ...,
     stream: Literal[True],
@@ -61,6 +64,7 @@ def generate(
     videos: Any = None,
     fps: float | None = None,
     num_frames: int | None = None,
+    video_pruning_rate: float | None = None,
     engine: Engine | None = None,
     model: str | None = None,
     stream: bool = False,
@@ -78,6 +82,8 @@ def generate(
         fps: Frames of each second of video to look at; of a list of frames, how many a second
             they are. None: the engine's `media.video_fps`.
         num_frames: Frames of each video to look at, evenly spread, instead of `fps`.
+        video_pruning_rate: Share of each video's tokens to drop, those that change least from one
+            time step to the next. None: the engine's `media.video_pruning_rate`.
         engine: The engine to use; None: one that this process keeps for `model`.
         model: Checkpoint directory; None: the small model that jaxmm ships.
         stream: Give a `Delta` for each step instead of a result. Single prompts only.
@@ -91,7 +97,13 @@ def generate(
     """
     engine = engine or _shared_engine(model)
     params = sampling_params(sampling)
-    build = functools.partial(make_request, params=params, fps=fps, num_frames=num_frames)
+    build = functools.partial(
+        make_request,
+        params=params,
+        fps=fps,
+        num_frames=num_frames,
+        video_pruning_rate=video_pruning_rate,
+    )
     if not _is_batch(prompt):
         request = build(prompt, images, videos=videos)
         return stream_deltas(engine, request) if stream else gather(engine, [request])[0]
@@ -112,6 +124,7 @@ async def agenerate(
     videos: Videos = None,
     fps: float | None = None,
     num_frames: int | None = None,
+    video_pruning_rate: float | None = None,
     engine: Engine | None = None,
     model: str | None = None,
     **sampling: Any,
@@ -125,6 +138,7 @@ async def agenerate(
         videos=videos,
         fps=fps,
         num_frames=num_frames,
+        video_pruning_rate=video_pruning_rate,
     )
     async for delta in engine.astream(request):
         yield delta

@@ -40,6 +40,7 @@ def make_request(
     videos: Videos = None,
     fps: float | None = None,
     num_frames: int | None = None,
+    video_pruning_rate: float | None = None,
 ) -> Request:
     """Wrap a prompt; a plain question becomes one user turn, pictures first, then videos."""
     sources, clips = picture_sources(images), video_sources(videos)
@@ -52,6 +53,7 @@ def make_request(
         videos=clips,
         fps=fps,
         num_frames=num_frames,
+        video_pruning_rate=video_pruning_rate,
         sampling=params,
     )
 

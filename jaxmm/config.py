@@ -104,11 +104,14 @@ class BucketConfig:
     max_step_tokens: int = 0
     """Tokens of one step, decodes and chunks together; 0: 512 on CPU, 2048 on TPU."""
     max_patches_per_step: int = 0
-    """Patches that are encoded in one step at most; 0: the largest image's."""
+    """Patches that a chip encodes in one step at most; 0: the largest image's."""
     min_step_tokens: int = 1
     """Lowest rung of step tokens."""
     min_lane_patches: int = 0
     """Lowest rung of encode patches; 0: 256."""
+    rehearse: bool = True
+    """On a CPU: run each small step once while there is nothing else to do. XLA prepares a step's
+    products at its first run, for which the first request of that size would wait 0.3 s."""
 
     def __post_init__(self) -> None:
         _check(
@@ -151,6 +154,9 @@ class MediaConfig:
     max_video_pixels: int = 0
     """Pixels of all frames of a video together, after resizing; 0: the checkpoint's, at most four
     times the largest picture's on CPU."""
+    video_pruning_rate: float = 0.0
+    """Share of a video's tokens that is dropped, those that change least from one time step to the
+    next, where the request does not say; 0: none (EVS, arXiv:2510.14624)."""
     workers: int = 0
     """Decoding processes; 0: one for each two cores, at least one."""
     timeout_seconds: float = 30.0
@@ -175,6 +181,7 @@ class MediaConfig:
             video_fps=(0.01, 60.0),
             max_frames=(1, 10_000),
             max_video_pixels=(1, 1 << 32),
+            video_pruning_rate=(0.0, 0.99),
             workers=(1, 256),
             timeout_seconds=(0.1, 3600.0),
             worker_memory_bytes=(64 << 20, 1 << 44),
@@ -209,6 +216,8 @@ class SessionConfig:
     """Conversations that keep something; beyond it the one unused longest keeps nothing more."""
     page_share: float = 0.25
     """Share of the pages that all of them keep together, as long as no request needs the room."""
+    max_bytes: int = 1 << 30
+    """Host memory for the processed pictures of all of them together."""
     expire_seconds: float = 600.0
     """Time from the end of a turn until it gives everything back, where it names none."""
 
@@ -218,6 +227,7 @@ class SessionConfig:
             "sessions.",
             max_kept=(1, 1 << 16),
             page_share=(0.0, 1.0),
+            max_bytes=(0, 1 << 44),
             expire_seconds=(0.0, MAX_EXPIRE_SECONDS),
         )
 
@@ -236,6 +246,10 @@ class EngineConfig:
     tensor_parallel: int = 1
     """Chips that the language model is split over; its heads, MLP and vocabulary must divide by it.
     0: as many as there are and do."""
+    data_parallel: int = 1
+    """Replicas of the model, each on `tensor_parallel` chips, with pages and caches of its own. A
+    request goes where most of its prompt is cached, weighed against the load. 0: as many as there
+    are chips for."""
     coordinator: str = ""
     """`host:port` of process 0, port free; empty: what Cloud TPU or GKE say, if they do."""
     num_processes: int = 0
@@ -268,6 +282,7 @@ class EngineConfig:
             self,
             "",
             tensor_parallel=(0, 1024),
+            data_parallel=(0, 1024),
             max_model_len=(2, 1 << 24),
             max_running=(1, 4096),
             max_waiting=(1, 1 << 20),

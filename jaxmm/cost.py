@@ -18,7 +18,7 @@ class ImageCost:
     """One image of a request, or one time step of a video."""
 
     tokens: int
-    """Tokens of the prompt, and rows of the arena."""
+    """Tokens of the prompt: rows of the arena, but those that were pruned."""
     grid_thw: tuple[int, int, int]
     """Patches by (time, height, width)."""
     lane_patches: int
@@ -58,7 +58,7 @@ def estimate(sequence: Sequence, parts: "Parts") -> Cost:
 
     Args:
         sequence: One of the request's completions, as the intake made it.
-        parts: Of the engine.
+        parts: Of the replica that would serve it.
 
     Raises:
         PromptTooLong, MediaTooLarge: It can never run.
@@ -96,7 +96,7 @@ def _image_cost(item: Item, sequence: Sequence, parts: "Parts", *, needed: bool)
     packed = parts.packed_patches(item)
     bucket = parts.sizes.buckets.lane_patches(packed) if encodes else 0
     return ImageCost(
-        tokens=item.num_rows,
+        tokens=item.num_tokens,
         grid_thw=item.grid_thw,
         lane_patches=bucket,
         padding=1 - packed / bucket if bucket else 0.0,

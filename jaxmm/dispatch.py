@@ -5,21 +5,34 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxmm.host.batch import SampleRow, build_batch, sampled_rows
-from jaxmm.host.lanes import EncodeBatch, pack_lane
-from jaxmm.host.plan import EncodeJob, Plan
+from jaxmm.host.lanes import EncodeBatch, join_lanes, spread
+from jaxmm.host.plan import EncodeJob, Plan, ScoreJob
 from jaxmm.host.sequence import Sequence as Generation
+from jaxmm.models.lane_forms import pack_items
 from jaxmm.request import TokenLogprob
 from jaxmm.start import Parts
 
 
 class Pending(NamedTuple):
-    """A step on the device whose tokens have not been read."""
+    """A step on the device whose tokens and scores have not been read."""
 
     rows: list[SampleRow]
     sampled: Any
+    """None: no language step."""
     logprobs: bool
+    jobs: tuple[ScoreJob, ...]
+    scores: Any
+
+
+class Fetched(NamedTuple):
+    """What has been read of a step."""
+
+    scores: npt.NDArray[np.float32] | None
+    """Of all its jobs, one after the other."""
+    sampled: Any
 
 
 class Sampled(NamedTuple):
@@ -31,7 +44,8 @@ class Sampled(NamedTuple):
 
 
 class Dispatcher:
-    """Runs plans in their order; one thread calls it. Nothing but `read` waits for the device."""
+    """Runs plans in their order; one thread calls it. Nothing but `fetch` waits for the device, and
+    that another thread may call."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -42,8 +56,10 @@ class Dispatcher:
         for job in plan.encodes:
             if job.item.embeddings is not None:
                 runner.upload(job.item.embeddings, job.lease.slots)
-        for jobs in self._lanes([job for job in plan.encodes if job.item.embeddings is None]):
-            runner.encode(self._lane(jobs))
+        self._encode([job for job in plan.encodes if job.item.embeddings is None])
+        scores = self._score(plan.scores)
+        if plan.num_tokens == 0:
+            return Pending([], None, False, plan.scores, scores)
         self._prime(plan)
         layout = runner.layout(plan.num_tokens)
         batch = build_batch(
@@ -54,46 +70,73 @@ class Dispatcher:
             eos_ids=parts.eos_ids,
         )
         sampled = runner.step(batch)
-        pending = Pending(sampled_rows(plan), sampled, bool(batch["any_logprobs"]))
+        pending = Pending(
+            sampled_rows(plan), sampled, bool(batch["any_logprobs"]), plan.scores, scores
+        )
         parts.padding.add(plan.num_tokens, layout.num_tokens)
         parts.ledger.check(f"a step of {plan.num_tokens} tokens in bucket {layout.num_tokens}")
         return pending
 
+    def fetch(self, pending: Pending) -> Fetched:
+        """Wait for a step, and read what it compared and sampled."""
+        runner = self._parts.runner
+        scores = runner.read_scores(pending.scores) if pending.jobs else None
+        if pending.sampled is None:
+            return Fetched(scores, None)
+        return Fetched(scores, runner.fetch(pending.sampled, logprobs=pending.logprobs))
+
     def read(self, pending: Pending) -> Iterator[Sampled]:
         """Wait for a step's tokens."""
-        fetched = self._parts.runner.fetch(pending.sampled, logprobs=pending.logprobs)
+        return self.sampled(pending, self.fetch(pending))
+
+    def sampled(self, pending: Pending, fetched: Fetched) -> Iterator[Sampled]:
+        """The tokens of a step, from what `fetch` gave for it."""
+        return iter(()) if fetched.sampled is None else self._tokens(pending, fetched.sampled)
+
+    def scored(
+        self, pending: Pending, fetched: Fetched
+    ) -> Iterator[tuple[ScoreJob, npt.NDArray[np.float32]]]:
+        """The scores of a step, float32[M] for each job, from what `fetch` gave for it."""
+        start = 0
+        for job in pending.jobs:
+            assert fetched.scores is not None, "a step with jobs has their scores"
+            yield job, fetched.scores[start : start + len(job.after)]
+            start += len(job.after)
+
+    def _tokens(self, pending: Pending, fetched: Any) -> Iterator[Sampled]:
         tokens: list[int] = fetched.token_B[: len(pending.rows)].tolist()
         for r, (row, token) in enumerate(zip(pending.rows, tokens, strict=True)):
             wanted = row.sequence.sampling.logprobs
             logprob = None if wanted is None else _token_logprob(fetched, r, token, wanted)
             yield Sampled(row.sequence, token, logprob)
 
-    def _lanes(self, jobs: Sequence[EncodeJob]) -> list[list[EncodeJob]]:
-        """Split jobs so that each part fits the largest lane, in order."""
-        lanes: list[list[EncodeJob]] = []
-        room = 0
-        for job in jobs:
-            size = self._parts.packed_patches(job.item)
-            if size > room:
-                lanes.append([])
-                room = self._parts.sizes.buckets.patches[-1]
-            lanes[-1].append(job)
-            room -= size
-        return lanes
-
-    def _lane(self, jobs: list[EncodeJob]) -> EncodeBatch:
+    def _encode(self, jobs: Sequence[EncodeJob]) -> None:
+        """Start the encoder on all jobs, on each chip a lane of them."""
         parts = self._parts
-        vision = parts.model.vision
-        num_patches = sum(parts.packed_patches(job.item) for job in jobs)
-        return pack_lane(
+        sizes = [parts.packed_patches(job.item) for job in jobs]
+        for lanes in spread(sizes, parts.sizes.num_lanes, parts.sizes.buckets.patches[-1]):
+            fullest = max(sum(sizes[i] for i in lane) for lane in lanes)
+            rung = parts.sizes.buckets.lane_patches(fullest)
+            packed = [self._lane([jobs[i] for i in lane], rung) for lane in lanes]
+            parts.runner.encode(join_lanes(packed))
+
+    def _score(self, jobs: Sequence[ScoreJob]) -> Any:
+        if not jobs:
+            return None
+        before, after = (
+            np.concatenate([job.before for job in jobs]),
+            np.concatenate([job.after for job in jobs]),
+        )
+        return self._parts.runner.score(before, after)
+
+    def _lane(self, jobs: Sequence[EncodeJob], rung: int) -> EncodeBatch:
+        return pack_items(
             [job.item.features for job in jobs if job.item.features is not None],
             [job.item.grid_thw for job in jobs],
             [job.lease.slots for job in jobs],
-            lane_patches=parts.sizes.buckets.lane_patches(num_patches),
-            patch_values=vision.patch_values,
-            window_patches=vision.window_patches,
-            with_sizes=vision.position_side > 0,
-            drop_slot=parts.sizes.num_rows,
+            self._parts.model.vision,
+            lane_patches=rung,
+            drop_slot=self._parts.sizes.num_rows,
         )
 
     def _prime(self, plan: Plan) -> None:

@@ -26,6 +26,9 @@ from jaxmm.stats import EngineStats, stats_of
 
 logger = logging.getLogger(__name__)
 
+_HUNG_SECONDS = 5.0
+"""For the thread of an engine that was given up: its step may have been slow and not hung."""
+
 
 class Engine:
     """Serves requests with one model. Thread-safe; close it, or use it in a `with` block."""
@@ -41,19 +44,31 @@ class Engine:
             ModelError: A checkpoint that cannot be loaded.
         """
         self.config = config or EngineConfig()
-        self._parts: Parts = build_parts(self.config)
+        self.replicas: tuple[Parts, ...] = build_parts(self.config)
+        self._parts = self.replicas[0]
         self.tokenizer = self._parts.tokenizer
         self.model_name = self._parts.model_name
         self.sizes = self._parts.sizes
         self.ledger = self._parts.ledger
         self.scheduler = self._parts.scheduler
-        self._loop = Loop(self._parts)
-        self._intake = Intake(self._parts, self._loop, self.config.max_waiting)
+        self._loop = Loop(self.replicas)
+        self._intake = Intake(
+            self.replicas,
+            self._loop,
+            max_waiting=self.config.max_waiting,
+            pruning_rate=self.config.media.video_pruning_rate,
+        )
         self._closing = threading.Lock()
         self._closed = False
+        self._given_up = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="jaxmm-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def pictures_are_alike(self) -> bool:
+        """Every picture becomes the same size, whatever its own."""
+        return self._parts.model.vision.picture_side > 0
 
     @property
     def healthy(self) -> bool:
@@ -139,7 +154,16 @@ class Engine:
     def forget(self, keep: Keep) -> None:
         """Give back what a conversation keeps, after its running turn if there is one."""
         keep.closed = True
-        self._loop.post(lambda: self.scheduler.pins.drop(keep))
+
+        def drop() -> None:
+            for replica in self.replicas:
+                replica.scheduler.pins.drop(keep)
+
+        self._loop.post(drop)
+
+    def keeps(self, keep: Keep) -> bool:
+        """Whether the prefix of a conversation is pinned."""
+        return any(keep in replica.scheduler.pins for replica in self.replicas)
 
     async def cost(self, request: Request) -> Cost:
         """Tell what a request would cost now, without running it.
@@ -159,7 +183,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine has done and holds."""
-        return stats_of(self._parts, preparing=self._intake.num_preparing)
+        return stats_of(self.replicas, preparing=self._intake.num_preparing)
 
     def flush_caches(self) -> None:
         """Forget all prefixes, image rows and known pictures that no running request uses.
@@ -169,10 +193,12 @@ class Engine:
         done = threading.Event()
 
         def flush() -> None:
-            self.scheduler.pins.clear()
-            self._parts.prefix_cache.clear()
-            self._parts.arena.clear()
+            for replica in self.replicas:
+                replica.scheduler.pins.clear()
+                replica.prefix_cache.clear()
+                replica.arena.clear()
             self._parts.media_map.clear()
+            self._parts.known_prunings.clear()
             done.set()
 
         self._loop.post(flush)
@@ -183,24 +209,36 @@ class Engine:
     def give_up(self, reason: str) -> None:
         """End all requests although the loop's thread does not come back, as from a hung device.
 
-        The engine is not healthy any more; its thread and memory go with the process.
+        The engine is not healthy any more; its thread and memory go with the process, unless the
+        thread does come back: then it ends, and `close` frees everything.
         """
-        self._failure = EngineStopped(reason)
+        self._failure = self._failure or EngineStopped(reason)
+        self._given_up = True
+        self._loop.stop()
         self._intake.end_all(self._stopped())
         self._loop.end_all(self._stopped())
 
     def close(self) -> None:
-        """End all requests with EngineStopped and free what the engine holds."""
+        """End all requests with EngineStopped and free what the engine holds.
+
+        An engine that was given up is waited for no longer than some seconds.
+        """
         with self._closing:
             if self._closed:
                 return
             self._closed = True
         self._intake.refuse_all(self._stopped())
         self._loop.stop()
-        self._thread.join()
+        self._thread.join(_HUNG_SECONDS if self._given_up else None)
         self._intake.close()
-        self.scheduler.pins.clear()
-        self._parts.close()
+        if self._thread.is_alive():
+            logger.error("closed in a step that hangs: device memory goes with the process")
+            self._parts.decoder.close()
+            return
+        self._loop.close(wait=not self._given_up)
+        for replica in self.replicas:
+            replica.scheduler.pins.clear()
+            replica.close()
 
     def __enter__(self) -> Self:
         return self

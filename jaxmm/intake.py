@@ -22,10 +22,13 @@ from jaxmm.errors import EngineStopped, JaxmmError, Overloaded, RequestError
 from jaxmm.host.decodes import Gone
 from jaxmm.host.identity import parse_caller_hashes
 from jaxmm.host.item import Item, Modality, Prompt
+from jaxmm.host.limits import check_fits
 from jaxmm.host.messages import read_text
 from jaxmm.host.prepare import PreparedClip
+from jaxmm.host.pruning import check_rate, clip_of
 from jaxmm.host.sequence import Sequence
 from jaxmm.loop import Loop
+from jaxmm.pruner import PrunedVideos, Pruner
 from jaxmm.request import Request
 from jaxmm.start import Parts
 
@@ -45,11 +48,28 @@ class _Entry(NamedTuple):
 class Intake:
     """Prepares requests and hands them to the loop; thread-safe."""
 
-    def __init__(self, parts: Parts, loop: Loop, max_waiting: int) -> None:
-        """Take the parts; `max_waiting` bounds requests in preparation and in the queue."""
-        self._parts = parts
+    def __init__(
+        self,
+        replicas: Tokens[Parts],
+        loop: Loop,
+        *,
+        max_waiting: int,
+        pruning_rate: float = 0.0,
+    ) -> None:
+        """Take the parts of each replica.
+
+        Args:
+            max_waiting: Bounds requests in preparation and in the queues.
+            pruning_rate: Of videos, where a request does not say.
+        """
+        self._parts = parts = replicas[0]  # what is used here they share
+        self._schedulers = [replica.scheduler for replica in replicas]
         self._loop = loop
         self._max_waiting = max_waiting
+        self._pruning_rate = pruning_rate
+        self._pruner = Pruner(
+            parts.known_prunings, lambda scoring: loop.post(lambda: loop.score(scoring))
+        )
         self._preparing: dict[str, _Entry] = {}
         self._num_estimates = 0
         self._refusal: EngineStopped | None = None
@@ -96,7 +116,7 @@ class Intake:
 
         On the loop's thread. All steps of a video come together, with the first that is missing.
         """
-        span = _clip_of(sequence.prompt.items, index)
+        span = clip_of(sequence.prompt.items, index)
         if not any(step in sequence.missing for step in range(span.start, index)):
             self._threads.submit(self._load_features, answer, sequence, index)
 
@@ -124,7 +144,8 @@ class Intake:
         if self._refusal is not None:
             raise EngineStopped(str(self._refusal))
         preparing = len(self._preparing) + self._num_estimates
-        if preparing + self._parts.scheduler.num_waiting >= self._max_waiting:
+        waiting = sum(scheduler.num_waiting for scheduler in self._schedulers)
+        if preparing + waiting >= self._max_waiting:
             raise Overloaded(
                 f"{self._max_waiting} requests are waiting, which is the limit "
                 "(max_waiting). Send the request again later."
@@ -135,7 +156,8 @@ class Intake:
         future.add_done_callback(lambda _: gone.set_result(None))
         entry = _Entry(request, lambda _: None, gone)
         try:
-            sequence = self._answer(entry, self._prompt(entry)).sequences[0]
+            prompt = self._videos(entry, self._prompt(entry)).expected()
+            sequence = self._answer(entry, prompt).sequences[0]
         except Exception as error:  # noqa: BLE001  # as in _prepare
             _settle(future, _refusal(error, request))
             return
@@ -144,7 +166,7 @@ class Intake:
     def _tell_cost(self, request: Request, sequence: Sequence, future: Future[Cost]) -> None:
         """On the loop's thread."""
         try:
-            cost = estimate(sequence, self._parts)
+            cost = estimate(sequence, self._loop.home_of(sequence, request.keep))
         except Exception as error:  # noqa: BLE001  # as in _prepare
             _settle(future, _refusal(error, request))
             return
@@ -155,16 +177,52 @@ class Intake:
             self._num_estimates -= 1
 
     def _prepare(self, entry: "_Entry") -> None:
-        """Turn a request into sequences, and hand them to the loop."""
+        """Turn a request into sequences, and hand them to the loop.
+
+        Where its videos are pruned and not known, they are encoded first; see `_finish`.
+        """
         if entry.gone.done():
             return  # aborted in the queue: its pictures need no decoding
         try:
-            answer = self._answer(entry, self._prompt(entry))
+            videos = self._videos(entry, self._prompt(entry))
+            if videos.unknown:
+                self._score(entry, videos)
+                return
         except Exception as error:  # noqa: BLE001  # a fault here must cost this request alone
-            if self._leave(entry):
-                tell(entry.request, entry.on_event, _refusal(error, entry.request))
+            self._refuse(entry, error)
+            return
+        self._finish(entry, videos)
+
+    def _finish(self, entry: "_Entry", videos: PrunedVideos) -> None:
+        try:
+            answer = self._answer(entry, videos.pruned())
+        except Exception as error:  # noqa: BLE001  # as in _prepare
+            self._refuse(entry, error)
             return
         self._loop.post(lambda: self._hand_over(entry, answer))
+
+    def _videos(self, entry: "_Entry", prompt: Prompt) -> PrunedVideos:
+        rate = entry.request.video_pruning_rate
+        rate = self._pruning_rate if rate is None else check_rate(rate)
+        return self._pruner.find(prompt, rate, entry.request.salt)
+
+    def _score(self, entry: "_Entry", videos: PrunedVideos) -> None:
+        """Have videos encoded, unless the request is refused for what is known of it already."""
+        parts = self._parts
+        [sequence, *_] = self._answer(entry, videos.expected()).sequences
+        check_fits(sequence, parts.scheduler.config, parts.pool, parts.arena)
+        for first in videos.unknown:
+            parts.scheduler.scorings.check(videos.prompt.items[first])
+        self._pruner.score(
+            videos,
+            lambda clip: self._load_steps(entry.request, entry.gone, videos.prompt.items, clip),
+            entry.gone,
+            lambda: self._threads.submit(self._finish, entry, videos),
+        )
+
+    def _refuse(self, entry: "_Entry", error: Exception) -> None:
+        if self._leave(entry):
+            tell(entry.request, entry.on_event, _refusal(error, entry.request))
 
     def _hand_over(self, entry: "_Entry", answer: Answer) -> None:
         """On the loop's thread."""
@@ -261,10 +319,10 @@ class Intake:
 
     def _load_features(self, answer: Answer, sequence: Sequence, index: int) -> None:
         items = sequence.prompt.items
-        span = _clip_of(items, index)
+        span = clip_of(items, index)
         try:
             if items[index].modality is Modality.VIDEO:
-                features = self._load_steps(answer, items, span)
+                features = self._load_steps(answer.request, answer.gone, items, span)
             else:
                 features = [self._load_image(answer, items, index)]
         except Exception as error:  # noqa: BLE001  # as in _prepare
@@ -285,14 +343,14 @@ class Intake:
             items[index],
             min_pixels=request.min_pixels,
             max_pixels=request.max_pixels,
+            num_images=len(request.images),
             salt=request.salt,
             gone=answer.gone,
         )
 
     def _load_steps(
-        self, answer: Answer, items: tuple[Item, ...], span: range
+        self, request: Request, gone: Gone, items: tuple[Item, ...], span: range
     ) -> list[npt.NDArray[np.uint8]]:
-        request = answer.request
         begins = [i.modality is Modality.VIDEO and i.step == 0 for i in items[: span.start]]
         return self._parts.preparer.load_steps(
             request.videos[sum(begins)],
@@ -301,7 +359,7 @@ class Intake:
             num_frames=request.num_frames,
             max_pixels=request.max_pixels,
             salt=request.salt,
-            gone=answer.gone,
+            gone=gone,
         )
 
 
@@ -325,17 +383,6 @@ def _split_hashes(
         return None, None
     pairs = list(zip(mm_hashes, is_video.tolist(), strict=True))
     return [h for h, video in pairs if not video], [h for h, video in pairs if video]
-
-
-def _clip_of(items: tuple[Item, ...], index: int) -> range:
-    """The items of the video that one is a step of; of an image, itself."""
-    if items[index].modality is not Modality.VIDEO:
-        return range(index, index + 1)
-    start = stop = index - items[index].step
-    stop += 1
-    while stop < len(items) and items[stop].modality is Modality.VIDEO and items[stop].step:
-        stop += 1
-    return range(start, stop)
 
 
 def _settle(future: Future[Cost], outcome: Cost | JaxmmError) -> None:

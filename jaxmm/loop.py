@@ -1,43 +1,44 @@
 """The loop: plan on the host, step on the device, read, emit. Host only.
 
-One thread runs it. It dispatches step n + 1 before it reads what step n sampled, so the device
-never waits for Python; the device itself feeds each sampled token to the next step.
+One thread runs it, for all replicas. It dispatches step n + 1 of each before it reads what step n
+sampled, so no device waits for Python; the device itself feeds each sampled token to the next step.
 """
 
 import queue
 import time
-from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Several
+from typing import Any
 
 from jaxmm.answer import Answer, tell
-from jaxmm.dispatch import Dispatcher, Pending
 from jaxmm.errors import EngineStopped, GrammarError, JaxmmError
 from jaxmm.host.item import Item
 from jaxmm.host.kept import Keep
+from jaxmm.host.router import Router
+from jaxmm.host.scoring import Scoring
 from jaxmm.host.sequence import Sequence, Status
+from jaxmm.replica import Replica
 from jaxmm.request import Delta
 from jaxmm.start import Parts
-
-_AHEAD = 1  # steps dispatched beyond the one whose tokens are read
 
 LoadFeatures = Callable[[Answer, Sequence, int], None]
 """Asks for the features of an item, by its index; answered with `Loop.provide` or `Loop.fail`."""
 
 
 class Loop:
-    """Runs prepared requests to their ends. But for `post`, `stop` and `serves`, the methods are
-    called on the thread that is in `run`."""
+    """Runs prepared requests to their ends. But for `post`, `stop`, `serves` and `end_all`, the
+    methods are called on the thread that is in `run`."""
 
-    def __init__(self, parts: Parts) -> None:
-        """Take the parts; `run` does the work."""
-        self._scheduler = parts.scheduler
-        self._dispatcher = Dispatcher(parts)
+    def __init__(self, replicas: Several[Parts]) -> None:
+        """Take the parts of each replica; `run` does the work."""
+        wake = (lambda: self.post(_nothing)) if len(replicas) > 1 else None
+        self._replicas = [Replica(parts, wake) for parts in replicas]
+        self._router = Router(len(replicas))
         self._answers: dict[str, Answer] = {}
-        self._pending: deque[Pending] = deque()
+        self._homes: dict[str, Replica] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stop = False
         self._turn_began: float | None = None
-        self._stalled = False  # the last plan had nothing to compute; nothing has changed since
 
     def post(self, action: Callable[[], None]) -> None:
         """Have something done between two steps."""
@@ -46,7 +47,7 @@ class Loop:
     def stop(self) -> None:
         """Let `run` return after the step that it is in."""
         self._stop = True
-        self.post(lambda: None)
+        self.post(_nothing)
 
     def serves(self, request_id: str) -> bool:
         """Whether the request has entered and not ended."""
@@ -54,17 +55,29 @@ class Loop:
 
     @property
     def turn_seconds(self) -> float:
-        """How long the turn in progress takes already; 0 between turns. For any thread."""
+        """How long the turn in progress takes already, or a device that the loop need not wait for
+        takes for its step; 0 between turns. For any thread."""
         began = self._turn_began
-        return 0.0 if began is None else time.monotonic() - began
+        turn = 0.0 if began is None else time.monotonic() - began
+        return max(turn, *(replica.waiting_seconds for replica in self._replicas))
 
     def run(self, load_features: LoadFeatures) -> None:
         """Serve until `stop`."""
         while not self._stop:
             self._take_inbox()
             self._turn_began = time.monotonic()
-            self._turn(load_features)
+            for replica in self._replicas:
+                self._turn(replica, load_features)
             self._turn_began = None
+
+    def close(self, *, wait: bool) -> None:
+        """Free what `run` needed; it has returned. Without `wait`, no step is waited for."""
+        for replica in self._replicas:
+            replica.close(wait=wait)
+
+    def home_of(self, sequence: Sequence, keep: Any = None) -> Parts:
+        """The replica that would serve a sequence that came now, as a turn of a conversation."""
+        return self._replicas[self._choose(sequence, keep)].parts
 
     def enter(self, answer: Answer) -> None:
         """Note a request; `start` follows."""
@@ -72,21 +85,26 @@ class Loop:
 
     def start(self, answer: Answer) -> None:
         """Queue a request's sequences, or tell its caller why they cannot be."""
+        chosen = self._choose(answer.sequences[0], answer.request.keep)
+        home = self._replicas[chosen]
         try:
-            self._scheduler.add(*answer.sequences)
+            home.scheduler.add(*answer.sequences)
         except JaxmmError as error:
-            del self._answers[answer.request.id]
+            self._answers.pop(answer.request.id, None)
             self._tell(answer, error)
             return
-        self._stalled = False
+        self._router.note(chosen)
+        self._homes[answer.request.id] = home
+        home.stalled = False
 
     def abort(self, request_id: str) -> None:
         """Drop a request; an unknown id is no error."""
         answer = self._answers.pop(request_id, None)
         if answer is not None:
-            self._scheduler.abort(request_id)
+            home = self._homes.pop(request_id)
+            home.scheduler.abort(request_id)
             answer.gone.set_result(None)
-            self._stalled = False
+            home.stalled = False
 
     def fail(self, sequence: Sequence, error: JaxmmError) -> None:
         """End the request of a sequence with an error, if it has not ended."""
@@ -98,80 +116,114 @@ class Loop:
     def provide(self, sequence: Sequence, index: int, item: Item) -> None:
         """Take an item with the features that were asked for."""
         if self._answer_of(sequence) is not None:
-            self._scheduler.provide_features(sequence, index, item)
-            self._stalled = False
+            home = self._homes[sequence.request_id]
+            home.scheduler.provide_features(sequence, index, item)
+            home.stalled = False
+
+    def score(self, scoring: Scoring) -> None:
+        """Encode a video and compare its steps; it is told the scores on this thread."""
+        offers = [r.scheduler.offer_rows(scoring.steps, scoring.salt) for r in self._replicas]
+        home = self._replicas[self._router.best(offers)]
+        home.scheduler.scorings.add(scoring)
+        home.stalled = False
 
     def end_all(self, error: EngineStopped) -> None:
-        """End every request with an error; `run` has returned."""
-        answers = list(self._answers.values())
-        self._answers.clear()
-        for answer in answers:
+        """End every request with an error, each once, whoever else calls this; for any thread.
+
+        `run` has returned, or is told to and hangs in a step.
+        """
+        while True:
+            try:
+                _, answer = self._answers.popitem()
+            except KeyError:
+                return
             answer.gone.set_result(None)
             self._tell(answer, error)
 
+    def _choose(self, sequence: Sequence, keep: Any) -> int:
+        """A turn goes where its conversation is kept; other requests where the router says."""
+        for index, replica in enumerate(self._replicas):
+            if len(self._replicas) == 1 or keep in replica.scheduler.pins:
+                return index
+        return self._router.best([r.scheduler.offer(sequence) for r in self._replicas])
+
     def _take_inbox(self) -> None:
         """Do what other threads asked for; with nothing to compute, wait for that, or until a
-        conversation expires."""
-        idle = not self._pending and not self._plannable
+        conversation expires or a rehearsal is due."""
+        idle = not any(replica.can_go for replica in self._replicas)
         while True:
             try:
-                action = self._inbox.get(block=idle, timeout=self._scheduler.pins.seconds_left)
+                action = self._inbox.get(block=idle, timeout=self._seconds_left)
             except queue.Empty:
+                if idle:
+                    for replica in self._replicas:
+                        replica.rehearse()
                 return
             action()
+            for replica in self._replicas:
+                replica.parts.rehearsal.put_off()
             idle = False
 
     @property
-    def _plannable(self) -> bool:
-        return self._scheduler.has_work and not self._stalled
+    def _seconds_left(self) -> float | None:
+        """Time until something is to be done that no other thread asks for; None: never."""
+        left = (replica.seconds_left for replica in self._replicas)
+        return min((seconds for seconds in left if seconds is not None), default=None)
 
-    def _turn(self, load_features: LoadFeatures) -> None:
+    def _turn(self, replica: Replica, load_features: LoadFeatures) -> None:
         """Dispatch the next step, then read the one before it.
 
         With grammars alone to decode, the order is the other way round: their next step needs
         the tokens of this one, and a step with half of them takes as long as one with all.
         """
-        self._scheduler.pins.expire()
-        if self._pending and self._scheduler.awaits_tokens:
-            self._read(self._pending.popleft())
-        plan = self._scheduler.plan() if self._plannable else None
+        replica.scheduler.pins.expire()
+        if replica.awaits_tokens:
+            if not replica.readable:
+                return
+            self._read(replica)
+        plan = replica.scheduler.plan() if replica.plannable else None
         dispatched = False
         if plan is not None:
             for sequence, index in plan.missing_features:
-                load_features(self._answers[sequence.request_id], sequence, index)
-            if plan.num_tokens:
-                self._pending.append(self._dispatcher.dispatch(plan))
+                if (answer := self._answer_of(sequence)) is not None:
+                    load_features(answer, sequence, index)
+            if plan.is_for_device:
+                replica.dispatch(plan)
                 dispatched = True
-        if self._pending and (len(self._pending) > _AHEAD or not dispatched):
-            self._read(self._pending.popleft())
+        if replica.readable and (replica.is_ahead or not dispatched):
+            self._read(replica)
         elif not dispatched:
-            self._stalled = True
+            replica.stalled = True
 
-    def _read(self, pending: Pending) -> None:
-        """Wait for a step's tokens, and pass them on."""
-        for sequence, token, logprob in self._dispatcher.read(pending):
-            if sequence.status is Status.FINISHED:
-                continue  # it stopped, or was aborted, while this step was on its way
-            self._scheduler.append(sequence, token)
-            answer = self._answers[sequence.request_id]
+    def _read(self, replica: Replica) -> None:
+        """Wait for a step's tokens and scores, and pass them on."""
+        scores, tokens = replica.read()
+        for job, values in scores:
+            job.pair.scoring.take(job.pair.step, values)
+        for sequence, token, logprob in tokens:
+            answer = self._answer_of(sequence)
+            if sequence.status is Status.FINISHED or answer is None:
+                continue  # it stopped, was aborted or given up while this step was on its way
+            replica.scheduler.append(sequence, token)
             try:
                 delta = answer.take(sequence, token, logprob)
             except GrammarError as error:
                 self.fail(sequence, error)
                 continue
             if delta.finish_reason is not None:  # all is given back before anybody hears of it
-                self._scheduler.finish(sequence, delta.finish_reason)
+                replica.scheduler.finish(sequence, delta.finish_reason)
                 self._keep(sequence, answer)
                 if answer.num_open == 0:
-                    del self._answers[answer.request.id]
+                    self._answers.pop(answer.request.id, None)
+                    self._homes.pop(answer.request.id, None)
             self._tell(answer, delta)
-        self._stalled = False
+        replica.stalled = False
 
     def _keep(self, sequence: Sequence, answer: Answer) -> None:
         """Pin the prefix of a conversation that goes on."""
         keep = answer.request.keep
         if isinstance(keep, Keep) and not keep.closed:
-            self._scheduler.keep(sequence, keep)
+            self._homes[sequence.request_id].scheduler.keep(sequence, keep)
 
     def _answer_of(self, sequence: Sequence) -> Answer | None:
         """None when the request has ended, even if another one has its id now."""
@@ -182,3 +234,7 @@ class Loop:
         """Pass an event on; a listener that fails ends its own request, and nobody else's."""
         if not tell(answer.request, answer.on_event, event):
             self.post(lambda: self.abort(answer.request.id))
+
+
+def _nothing() -> None:
+    """Wakes the loop."""

@@ -258,5 +258,8 @@ class Request:
     are. None: the server's `media.video_fps`."""
     num_frames: int | None = None
     """Frames of each video that are looked at, evenly spread, instead of `fps`."""
+    video_pruning_rate: float | None = None
+    """Share of each video's tokens that is dropped, those that change least from one time step to
+    the next, 0 to below 1. None: the server's `media.video_pruning_rate`."""
     keep: Any = None
     """The conversation that it is a turn of; set by `Session`."""

@@ -166,7 +166,7 @@ class Session:
             self._messages += [turn.question, answer]
         else:
             del self._keep.pictures[len(self._keep.pictures) - len(turn.pictures) :]
-        nothing_expires = not turn.is_complete and self._keep not in self._engine.scheduler.pins
+        nothing_expires = not turn.is_complete and not self._engine.keeps(self._keep)
         if self._keep.closed or nothing_expires:  # closed meanwhile
             self._keep.release()
         self._answering = False

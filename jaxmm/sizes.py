@@ -7,9 +7,9 @@ from typing import Literal
 
 from jaxmm.config import EngineConfig
 from jaxmm.errors import ConfigError
-from jaxmm.host.buckets import Buckets, patch_rungs, round_up, token_rungs
+from jaxmm.host.buckets import Buckets, patch_rungs, round_up, tile_rungs, token_rungs
 from jaxmm.host.limits import SchedulerConfig
-from jaxmm.models.config import ModelConfig
+from jaxmm.models.config import ModelConfig, TextConfig
 
 CPU_MAX_PIXELS = 1605632
 """Upper pixel limit on a CPU where none is set: 8192 patches of 14 x 14."""
@@ -36,24 +36,30 @@ class Sizes:
     max_step_tokens: int
     max_lane_patches: int
     buckets: Buckets
+    whole_items: bool = False
+    """No step ends inside an item."""
+    num_lanes: int = 1
+    """Lanes that are encoded together, each on a chip of its own."""
 
     @property
     def num_table_pages(self) -> int:
         """Pages of the longest request."""
         return -(-self.max_model_len // self.page_size)
 
-    def scheduler(self, config: EngineConfig) -> SchedulerConfig:
-        """The scheduler's view."""
+    def scheduler(self, config: EngineConfig, *, num_replicas: int = 1) -> SchedulerConfig:
+        """The scheduler's view; what conversations may keep is shared out among the replicas."""
         return SchedulerConfig(
             max_step_tokens=self.max_step_tokens,
-            max_patches_per_step=self.max_lane_patches,
+            max_patches_per_step=self.max_lane_patches * self.num_lanes,
             max_lane_patches=self.max_lane_patches,
             max_running=self.max_running,
             max_waiting=config.max_waiting,
             max_model_len=self.max_model_len,
             page_size=self.page_size,
             max_pinned_pages=int(self.num_pages * config.sessions.page_share),
-            max_sessions=config.sessions.max_kept,
+            max_sessions=-(-config.sessions.max_kept // num_replicas),
+            whole_items=self.whole_items,
+            max_kept_bytes=config.sessions.max_bytes // num_replicas,
         )
 
 
@@ -78,8 +84,8 @@ def settle_sizes(
         memory_bytes: Memory of one device.
         itemsize: Bytes of one weight or KV value.
         kernels: The implementation of the ops; "pallas" has sizes of its own.
-        num_chips: Chips that the text model and its pages are split over. Those of a CPU are
-            simulated, and share its memory.
+        num_chips: Chips that the text model and its pages are split over, and that encode a lane
+            each. Those of a CPU are simulated, and share its memory.
 
     Raises:
         ConfigError: Settings that exceed the memory or the model, or contradict each other.
@@ -94,12 +100,16 @@ def settle_sizes(
     _check_lowest("min_lane_patches", config.buckets.min_lane_patches, wanted_patches)
     low = max(config.buckets.min_step_tokens, _PALLAS_TOKENS if pallas else 1)
     tokens = token_rungs(low, wanted_tokens, dense=on_cpu)
-    patches = patch_rungs(
-        config.buckets.min_lane_patches or 256,
-        wanted_patches,
-        dense=on_cpu,
-        align=_PALLAS_PATCHES if pallas else 64,
-    )
+    align = _PALLAS_PATCHES if pallas else 64
+    low_patches = config.buckets.min_lane_patches or 256
+    if model.vision.tile_side:
+        tile = model.vision.tile_side**2
+        patches = tile_rungs(tile, low_patches, wanted_patches, dense=on_cpu, align=align)
+    elif model.vision.picture_side:
+        picture = model.vision.picture_side**2
+        patches = tile_rungs(picture, picture, wanted_patches, dense=False, align=align, least=1)
+    else:
+        patches = patch_rungs(low_patches, wanted_patches, dense=on_cpu, align=align)
     _check_model_len(config, model)
     max_model_len = config.max_model_len or min(model.max_position, _MAX_MODEL_LEN)
     num_rows = config.arena.num_rows or max(16384, patches[-1])
@@ -120,6 +130,8 @@ def settle_sizes(
         max_step_tokens=tokens[-1],
         max_lane_patches=patches[-1],
         buckets=Buckets(tokens=tokens, patches=patches),
+        whole_items=model.text.both_ways,
+        num_lanes=num_chips,
     )
     _check_memory(sizes, model, memory_bytes, itemsize, num_chips)
     return sizes
@@ -133,7 +145,7 @@ def host_memory_bytes() -> int:
 def page_bytes(model: ModelConfig, page_size: int, itemsize: int) -> int:
     """Bytes of one page, all layers."""
     text = model.text
-    return text.num_layers * 2 * text.num_kv_heads * page_size * text.head_channels * itemsize
+    return text.num_layers * page_size * text.kv_values * itemsize
 
 
 def weight_count(model: ModelConfig, num_chips: int = 1) -> int:
@@ -142,20 +154,38 @@ def weight_count(model: ModelConfig, num_chips: int = 1) -> int:
     The text model is split over the chips, the encoder is whole on each.
     """
     t, v = model.text, model.vision
-    heads = t.num_heads * t.head_channels
-    attention = t.width * (2 * heads + 2 * t.num_kv_heads * t.head_channels)
     mlps = sum(
-        3 * t.width * t.expert_width * t.num_experts
+        3 * t.width * (t.expert_width * t.num_experts + t.shared_width)
         if t.has_experts(layer)
         else 3 * t.width * t.mlp_width
         for layer in range(t.num_layers)
     )
     block = 4 * v.width**2 + 3 * v.width * v.mlp_width
-    merged = v.width * v.merged_patches
     vocab = t.vocab_size * t.width * (1 if t.tied else 2)
-    mergers = (1 + t.deepstack_levels) * merged * (merged + v.out_width)
-    text = t.num_layers * attention + mlps + vocab
-    return text // num_chips + v.depth * block + mergers
+    text = t.num_layers * attention_count(t) + mlps + vocab
+    return text // num_chips + v.depth * block + merger_count(model)
+
+
+def merger_count(model: ModelConfig) -> int:
+    """Parameters between an encoder's last layer and the rows, of all levels."""
+    v = model.vision
+    if v.pooled:
+        return v.width * v.out_width
+    merged = v.width * v.merged_patches
+    return (1 + model.text.deepstack_levels) * merged * (merged + v.out_width)
+
+
+def attention_count(text: TextConfig) -> int:
+    """Parameters of one layer's attention."""
+    if text.latent is None:
+        heads = text.num_heads + text.num_kv_heads
+        return 2 * text.width * heads * text.head_channels
+    latent = text.latent
+    rows = latent.query_channels + latent.value_channels  # of the projections to and from heads
+    made = latent.nope_channels + latent.value_channels
+    return text.num_heads * (text.width * rows + made * latent.rank) + (
+        text.width * latent.row_channels
+    )
 
 
 def _lane_patches(config: EngineConfig, model: ModelConfig, max_patches: int) -> int:
@@ -269,7 +299,7 @@ def describe(sizes: Sizes, packed: Callable[[int, int], int]) -> str:
     lines = [
         f"step tokens   {' '.join(map(str, buckets.tokens))}",
         f"lane patches  {' '.join(map(str, buckets.patches))}",
-        f"executables   {buckets.num_executables} (one a rung, for penalties, for given rows)",
+        f"executables   {buckets.num_executables} (one a rung, for penalties, given rows, pruning)",
         f"pages         {sizes.num_pages} of {sizes.page_size} tokens",
         f"arena         {sizes.num_rows} rows",
         "",

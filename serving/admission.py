@@ -6,12 +6,13 @@ that a flood costs neither memory nor time.
 
 import asyncio
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxmm.errors import JaxmmError, Overloaded
 from serving.config import ServerConfig
 from serving.errors import BodyTooLarge, BodyTooSlow, ServerClosing
+from serving.pace import ANSWER_PATHS, Pace
 from serving.refusals import refusal
 from serving.worker import CLOSING
 
@@ -58,7 +59,8 @@ class Share:
 class Admission:
     """ASGI middleware: admits a request or answers 413 or 429; `state.share` counts its bytes.
 
-    Requests without a body pass: health and metrics are asked for when the server is full.
+    Requests without a body pass: health and metrics are asked for when the server is full. A 429,
+    also of the engine, says when to come again.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -66,6 +68,7 @@ class Admission:
         self._config = config
         self._held = Held(config.max_held_bytes)
         self._num_requests = 0
+        self._pace = Pace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
@@ -74,11 +77,17 @@ class Admission:
         share = Share(self._held)
         scope.setdefault("state", {})["share"] = share
         self._num_requests += 1
-        started = False
+        is_counted = scope["path"] in ANSWER_PATHS
+        if is_counted:
+            self._pace.begin()
+        status = 0
 
         async def send_noting(message: Message) -> None:
-            nonlocal started
-            started = True
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if status == 429:
+                    MutableHeaders(scope=message)["retry-after"] = str(self._pace.retry_seconds)
             await send(message)
 
         try:
@@ -86,14 +95,16 @@ class Admission:
             body = _Body(receive, share, self._config)
             await self._app(scope, body.receive, send_noting)
         except _Refused as refused:
-            await refusal(refused.error)(scope, receive, send)
+            await refusal(refused.error)(scope, receive, send_noting)
         except asyncio.CancelledError:  # the server ends and the time to drain is over
-            if started:
+            if status:
                 raise
             await refusal(ServerClosing(CLOSING))(scope, receive, send)
         finally:
             share.give_back()
             self._num_requests -= 1
+            if is_counted:
+                self._pace.end(answered=status == 200)
 
     def _admit(self, scope: Scope) -> None:
         limit = self._config.max_requests

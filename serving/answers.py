@@ -35,6 +35,12 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + to_json(body) + b"\n\n"
 
 
+def written_bytes(delta: Delta) -> int:
+    """About how many bytes of JSON a delta becomes; by far the most are log-probabilities."""
+    entries = len(delta.token_ids) + sum(1 + len(p.top) for p in delta.logprobs or ())
+    return 96 * entries
+
+
 def head(answer_id: str, model: str) -> dict[str, Any]:
     """What every answer and every chunk begins with."""
     return {"id": answer_id, "created": int(time.time()), "model": model}

@@ -44,6 +44,7 @@ from serving.native_protocol import (
     GenerateRequest,
     TokenizeRequest,
 )
+from serving.offload import Offload
 from serving.open_requests import OpenRequests
 from serving.openapi import body, describe, responses
 from serving.protocol import ChatRequest
@@ -71,15 +72,17 @@ _METRICS: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"t
 def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
     """Make the ASGI application around a running engine; the caller closes the engine."""
     traces = Traces(config.trace_endpoint) if config.trace_endpoint else None
-    tenants = read_keys(config.api_keys, config.api_key_file)
+    tenants = read_keys(config.api_keys, config.api_key_file, config.admin_keys)
+    offload = Offload()
     fetcher = Fetcher(
         config.fetch,
+        offload,
         max_bytes=config.engine.media.max_bytes,
         max_total_bytes=config.max_request_bytes,
     )
     name = config.model_name or engine.model_name
     metrics = Metrics(engine)
-    completions = Completions(metrics, fetcher, config, name)
+    completions = Completions(metrics, fetcher, offload, config, name)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -87,6 +90,7 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
         yield
         probing.cancel()
         await fetcher.aclose()
+        offload.close()
         if traces is not None:
             await traces.aclose()
 
@@ -107,12 +111,12 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
         model=name,
         tokenizer=engine.tokenizer,
         default_max_tokens=config.default_max_tokens,
-        low_detail_pixels=min(
-            LOW_DETAIL_PIXELS, config.engine.media.max_pixels or LOW_DETAIL_PIXELS
-        ),
+        low_detail_pixels=None
+        if engine.pictures_are_alike
+        else min(LOW_DETAIL_PIXELS, config.engine.media.max_pixels or LOW_DETAIL_PIXELS),
     )
     _add_answers(app, completions, served)
-    _add_native(app, Native(engine, completions, served))
+    _add_native(app, Native(engine, completions, served, offload, config.deadline_seconds))
     _add_state(app, engine, metrics, name)
     describe(app, *BODIES)
     return app
@@ -187,9 +191,9 @@ def _add_native(app: FastAPI, native: Native) -> None:
         return _json(await native.plan(http))
 
     @app.post("/flush_cache", response_model=None, responses=responses(Status))
-    async def flush_cache() -> Response:
-        """Empty the caches."""
-        return _json(await native.flush_cache())
+    async def flush_cache(http: Request) -> Response:
+        """Empty the caches; with API keys, this takes one of an administrator."""
+        return _json(await native.flush_cache(http))
 
     @app.post(
         "/abort",

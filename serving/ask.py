@@ -20,8 +20,8 @@ class Served:
     """The name that requests use."""
     tokenizer: ChatTokenizer
     default_max_tokens: int
-    low_detail_pixels: int
-    """Pixels of a picture at `detail: low`."""
+    low_detail_pixels: int | None
+    """Pixels of a picture at `detail: low`; None: every picture has the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,14 @@ import pydantic
 import pydantic_core
 from pydantic import ConfigDict
 
-from serving.errors import BadBody
+from serving.errors import BadBody, BodyTooLarge
 
-_MAX_COMMAS = 1_000_000
-"""In a body. Each value of JSON becomes an object of 30 bytes and more: a body of nothing but
-commas would take gigabytes and many seconds; pictures in base64 have none."""
+_MAX_TEXT_BYTES = 8 << 20
+"""Of a body without the pictures that were taken out of it: more than the text of any prompt.
+Parsing holds Python's lock, and with it all other requests, for up to 5 ms a megabyte."""
+_MAX_COMMAS = 300_000
+"""In a body: more than the tokens of a prompt that is given as ids. Each value of JSON becomes an
+object of 30 bytes and more, so that a body of nothing but commas would take seconds."""
 
 
 class Strict(pydantic.BaseModel):
@@ -37,7 +40,12 @@ def read_object(body: bytes | bytearray) -> dict[str, Any]:
 
     Raises:
         BadBody: It is none, or has too many values in it.
+        BodyTooLarge: It has too much text.
     """
+    if len(body) > _MAX_TEXT_BYTES:
+        raise BodyTooLarge(
+            f"the body has {len(body)} bytes beside its pictures; the limit is {_MAX_TEXT_BYTES}"
+        )
     if body.count(b",") > _MAX_COMMAS:
         raise BadBody(f"the body has more than {_MAX_COMMAS} values")
     try:

@@ -1,4 +1,4 @@
-"""The command line: jaxmm serve | generate | buckets | convert | deploy. Host only."""
+"""The command line: jaxmm serve | generate | buckets | plan | convert | deploy. Host only."""
 
 import argparse
 import asyncio
@@ -11,7 +11,14 @@ from jaxmm.errors import JaxmmError
 from jaxmm.request import Delta, Request, SamplingParams
 from serving.config import ENGINE_PREFIX, ServerConfig, load_server_config
 from serving.deploy.command import add_deploy_commands
-from serving.engine import LoadEngine, convert_model, describe_buckets, followed, load_engine
+from serving.engine import (
+    LoadEngine,
+    convert_model,
+    describe_buckets,
+    describe_plan,
+    followed,
+    load_engine,
+)
 from serving.flags import add_flags, given_settings
 
 
@@ -51,7 +58,21 @@ def _parser() -> argparse.ArgumentParser:
     buckets = commands.add_parser("buckets", help="show what would be compiled, and the padding")
     buckets.set_defaults(run=_buckets)
     add_flags(buckets, ServerConfig, ENGINE_PREFIX)
-    for command in (serve, generate, buckets):
+    plan = commands.add_parser("plan", help="show what a model takes on TPUs that are not here")
+    plan.set_defaults(run=_plan)
+    plan.add_argument("--topology", required=True, metavar="v5e:4x8", help="TPU slice")
+    plan.add_argument(
+        "--length",
+        type=int,
+        action="append",
+        metavar="N",
+        help="tokens of a request to count room for, prompt and output; may be repeated",
+    )
+    plan.add_argument(
+        "--suggest", action="store_true", help="rank the splits of the slice, and plan the best"
+    )
+    add_flags(plan, ServerConfig, ENGINE_PREFIX)
+    for command in (serve, generate, buckets, plan):
         command.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML")
     convert = commands.add_parser("convert", help="write a checkpoint that hosts restore by parts")
     convert.set_defaults(run=_convert, config=None)
@@ -81,6 +102,18 @@ def _serve(_: argparse.Namespace, config: ServerConfig, load: LoadEngine) -> Non
 
 def _buckets(_: argparse.Namespace, config: ServerConfig, __: LoadEngine) -> None:
     print(describe_buckets(config.engine))
+
+
+def _plan(parsed: argparse.Namespace, config: ServerConfig, _: LoadEngine) -> None:
+    given = given_settings(parsed, ServerConfig)
+    describe_plan(
+        config.engine,
+        parsed.topology,
+        parsed.length,
+        tensor_parallel=int(given.get(ENGINE_PREFIX + "tensor_parallel", 0)),
+        suggest=parsed.suggest,
+        show=print,
+    )
 
 
 def _convert(parsed: argparse.Namespace, *_: object) -> None:

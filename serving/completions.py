@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 
 from starlette.requests import ClientDisconnect, Request
@@ -13,12 +13,13 @@ from starlette.types import Receive, Scope, Send
 from jaxmm.errors import JaxmmError
 from jaxmm.request import Delta
 from jaxmm.request import Request as EngineRequest
-from serving.answers import Writer, event
+from serving.answers import Writer, event, written_bytes
 from serving.ask import Ask, Endpoint
 from serving.config import ServerConfig
 from serving.errors import ClientGone, ServerClosing, UnknownModel, error_body
 from serving.fetch import Fetcher
 from serving.lifting import Url, lift
+from serving.offload import Offload
 from serving.tenants import Tenant
 from serving.tracing import stage
 from serving.translate import check_num_pictures
@@ -34,12 +35,14 @@ class Completions:
         self,
         engine: Streams,
         fetcher: Fetcher,
+        offload: Offload,
         config: ServerConfig,
         model: str,
     ) -> None:
         """Take the parts that it needs; `model` is the name that requests use."""
         self._engine = engine
         self._fetcher = fetcher
+        self._offload = offload
         self._config = config
         self._model = model
         self._running = weakref.WeakValueDictionary[tuple[Tenant, str], Pump]()
@@ -58,12 +61,14 @@ class Completions:
             with stage("first token"):
                 first = await while_connected(http.receive, _next(pump))
             if ask.stream:
-                return EventStream(pump, first, ask.writer)
+                return EventStream(pump, first, ask.writer, self._offload)
             deltas = [first, *await while_connected(http.receive, _all(pump))]
         except BaseException:
             await pump.aclose()
             raise
-        return Response(ask.writer.whole(deltas), media_type="application/json")
+        size = sum(map(written_bytes, deltas))
+        body = await self._offload.run(size, ask.writer.whole, deltas)
+        return Response(body, media_type="application/json")
 
     async def prepare(
         self, http: Request, endpoint: Endpoint
@@ -74,7 +79,8 @@ class Completions:
             JaxmmError: It cannot be served.
         """
         with stage("receive"):
-            ask, urls = read_ask(endpoint, await read_body(http))
+            body = await read_body(http, self._offload)
+            ask, urls = await self._offload.run(len(body), read_ask, endpoint, body)
         if ask.model not in (None, self._model):
             raise UnknownModel(f"the model served here is {self._model!r}; see GET /v1/models")
         check_num_pictures(ask.num_items, self._config.engine.media.max_items)
@@ -82,7 +88,8 @@ class Completions:
             fetching = self._fetcher.fetch_all(urls, http.state.share.take)
             pictures = await while_connected(http.receive, fetching)
         tenant: Tenant = http.state.tenant
-        requests = ask.requests(pictures)
+        size = len(body) + sum(map(len, pictures.values()))
+        requests = await self._offload.run(size, ask.requests, pictures)
         return ask, tuple(replace(r, salt=tenant.salt(r.salt)) for r in requests)
 
     def abort(self, tenant: Tenant, answer_id: str) -> bool:
@@ -94,11 +101,12 @@ class Completions:
 class EventStream(Response):
     """Sends an answer as server-sent events; the request is aborted if the client goes away."""
 
-    def __init__(self, pump: Pump, first: Delta, writer: Writer) -> None:
+    def __init__(self, pump: Pump, first: Delta, writer: Writer, offload: Offload) -> None:
         """Take over the pump, of which `first` has been read already."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
-        self._pump, self._first, self._writer = pump, first, writer
+        self._pump, self._first = pump, first
+        self._writer, self._offload = writer, offload
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -122,7 +130,7 @@ class EventStream(Response):
         yield self._writer.chunk(self._first)
         try:
             async for delta in self._pump:
-                if body := self._writer.chunk(delta):
+                if body := await self._offload.run(written_bytes(delta), self._writer.chunk, delta):
                     yield body
         except JaxmmError as e:
             logger.warning("answer broken off error=%s", type(e).__name__)
@@ -148,18 +156,28 @@ def read_ask(endpoint: Endpoint, body: bytearray) -> tuple[Ask, Mapping[str, Url
     return ask, urls
 
 
-async def read_body(http: Request) -> bytearray:
+async def read_body(http: Request, offload: Offload) -> bytearray:
     """Read a request's body; `admission` holds it to its limits.
+
+    Its pieces are put together once, at the end: a buffer that grows with them would be copied
+    again and again, tens of megabytes at a time.
 
     Raises:
         ClientGone: The client closed the connection before its end.
     """
-    body = bytearray()
     try:
-        async for chunk in http.stream():
-            body += chunk
+        pieces = [piece async for piece in http.stream()]
     except ClientDisconnect:
         raise ClientGone("the client closed the connection") from None
+    return await offload.run(sum(map(len, pieces)), _joined, pieces)
+
+
+def _joined(pieces: Sequence[bytes]) -> bytearray:
+    """`b"".join`, but other threads run in between."""
+    body, at = bytearray(sum(map(len, pieces))), 0
+    for piece in pieces:
+        body[at : at + len(piece)] = piece
+        at += len(piece)
     return body
 
 

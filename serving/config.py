@@ -67,6 +67,9 @@ class ServerConfig:
     """Bodies and pictures of all requests in progress together; more is refused with 429."""
     receive_seconds: float = 60.0
     """Time for a request's body to arrive."""
+    keep_alive_seconds: float = 620.0
+    """Time that a connection is kept for another request: longer than what stands before the server
+    keeps it (Google's load balancers: 600 s), or requests are sent as it is being closed."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """Keys, one of which a request must carry as `Authorization: Bearer KEY`: `key` or
     `tenant:key`; none: everybody is answered. Tenants never share a cache entry; an unnamed key is
@@ -74,6 +77,9 @@ class ServerConfig:
     file."""
     api_key_file: str = ""
     """File with such keys, one a line."""
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Keys, of the same form, that may also empty the caches (`/flush_cache`), which all tenants
+    share; with `api_keys` and none of these, nobody may. Without either, everybody may."""
     default_max_tokens: int = 2048
     """Length of an answer when the request gives none; the context ends it earlier."""
     deadline_seconds: float = 600.0
@@ -99,7 +105,8 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} is outside [0, 65535]")
         positive = ("max_request_bytes", "max_requests", "max_held_bytes", "receive_seconds")
-        for name in (*positive, "default_max_tokens", "deadline_seconds"):
+        others = ("keep_alive_seconds", "default_max_tokens", "deadline_seconds")
+        for name in (*positive, *others):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is not above 0")
         for name in ("drain_seconds", "drain_delay_seconds", "step_timeout_seconds"):

@@ -17,6 +17,9 @@ LINGER_SECONDS = 5.0
 the answer before it has sent everything."""
 STALL_SECONDS = 60.0
 """Time that a client may take to read when what it has been sent has filled all buffers."""
+LAST_LOOK_SECONDS = 0.1
+"""From the end of a time to the close: after a pause of the whole process, in which times have
+ended and requests have come, the requests are read first."""
 MAX_CONNECTIONS = 8192
 
 
@@ -25,14 +28,15 @@ class Connection(HttpToolsProtocol):
 
     _timer: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
+    _idle_since = 0.0
     _num_heads = 0
     _num_head_bytes = 0
     _in_head = True
 
     def connection_made(self, transport: Any) -> None:
-        """Take a connection, or close it where there are too many."""
+        """Take a connection, or close it where there are too many that are not idle."""
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS and not self._make_room():
             logger.warning("connection refused open=%d", len(self.connections))
             transport.abort()
             return
@@ -47,7 +51,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Take what came; a head that grows too large is answered with 400."""
         answering = self.cycle is not None and not self.cycle.response_complete
-        if self._in_head and self._timer is None and not answering:
+        if self.is_idle or (self._in_head and self._timer is None and not answering):
             self._close_after(HEAD_SECONDS)
         before = self._in_head, self._num_heads
         super().data_received(data)
@@ -69,14 +73,27 @@ class Connection(HttpToolsProtocol):
         """The body is complete; what follows is the head of the next request."""
         self._in_head = True
         if self.cycle.response_complete:
+            self._idle_since = self.loop.time()
             self._close_after(self.timeout_keep_alive)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """The answer is sent; a body that still comes is thrown away, for a while."""
         super().on_response_complete()
-        if not self._in_head and not self.transport.is_closing():
+        self._idle_since = self.loop.time()
+        if self.transport.is_closing():
+            return
+        if not self._in_head:
             self._close_after(LINGER_SECONDS)
+        elif self._num_head_bytes and self.cycle.response_complete:
+            self._close_after(HEAD_SECONDS)  # of the next request, which has begun
+
+    @property
+    def is_idle(self) -> bool:
+        """A request has been answered, and nothing of another one has come."""
+        answered = self.cycle is not None and self.cycle.response_complete
+        waits = answered and self._in_head and self._num_head_bytes == 0
+        return waits and not self.transport.is_closing()
 
     def pause_writing(self) -> None:
         """The client reads more slowly than it is answered, or not at all."""
@@ -91,11 +108,23 @@ class Connection(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """No request has followed."""
-        self._close()
+        self._look_again()
 
     def _close_after(self, seconds: float) -> None:
         self._stop_timer()
-        self._timer = self.loop.call_later(seconds, self._close)
+        self._timer = self.loop.call_later(seconds, self._look_again)
+
+    def _look_again(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(LAST_LOOK_SECONDS, self._close)
+
+    def _make_room(self) -> bool:
+        """Close the connection that has waited longest for another request; False: none waits."""
+        others = [c for c in self.connections if isinstance(c, Connection) and c.is_idle]
+        if not others:
+            return False
+        min(others, key=lambda c: c._idle_since).transport.close()
+        return True
 
     def _close(self) -> None:
         """Close after what is still to be sent, but do not wait for a client that reads nothing."""

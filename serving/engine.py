@@ -1,10 +1,11 @@
 """The engine as the server sees it, and how it is loaded. Host only."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from jaxmm.config import EngineConfig
 from jaxmm.cost import Cost
+from jaxmm.errors import ConfigError
 from jaxmm.host.chat import ChatTokenizer
 from jaxmm.pod.signs import is_pod
 from jaxmm.request import Delta, Request
@@ -20,6 +21,11 @@ class ServedEngine(Protocol):
     def config(self) -> EngineConfig: ...
     @property
     def tokenizer(self) -> ChatTokenizer: ...
+    @property
+    def pictures_are_alike(self) -> bool:
+        """Every picture becomes the same size."""
+        ...
+
     @property
     def healthy(self) -> bool: ...
     @property
@@ -95,9 +101,48 @@ def followed(config: EngineConfig) -> bool:
 
 def describe_buckets(config: EngineConfig) -> str:
     """Describe what an engine of this config compiles, without building it."""
-    from jaxmm import start  # brings jax
+    from jaxmm import basis  # brings jax
 
-    return start.describe_buckets(config)
+    return basis.describe_buckets(config)
+
+
+def describe_plan(
+    config: EngineConfig,
+    topology: str,
+    lengths: Sequence[int] | None,
+    *,
+    tensor_parallel: int,
+    suggest: bool,
+    show: Callable[[str], None],
+) -> None:
+    """Show what an engine of this config would take on TPUs that are not here.
+
+    Args:
+        lengths: Tokens of requests to count room for; None: some common ones.
+        tensor_parallel: Chips of a replica; 0: by the settings, or the best split.
+        suggest: Show all splits of the slice too.
+        show: Takes what is found, as it is found: the compiler works for a minute.
+
+    Raises:
+        ConfigError, ModelError: As `jaxmm.plan`.
+    """
+    lengths = tuple(sorted(lengths or ()))
+    if any(length < 1 for length in lengths):
+        raise ConfigError(f"length={min(lengths)} is below 1; it counts the tokens of a request")
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # a TPU of this machine stays free for others
+    from jaxmm.planner.plan import DEFAULT_LENGTHS, make_plan
+    from jaxmm.planner.question import read_question
+    from jaxmm.planner.splits import suggest as rank
+
+    question = read_question(config.model, topology, config)
+    lengths = lengths or DEFAULT_LENGTHS
+    if suggest:
+        splits = rank(question, lengths[len(lengths) // 2])
+        show(str(splits) + "\n")
+        tensor_parallel = tensor_parallel or splits[0].tensor_parallel
+    show(str(make_plan(question, tensor_parallel=tensor_parallel, lengths=lengths)))
 
 
 def convert_model(model: str, out: str, dtype: str, *, progress: bool) -> None:
@@ -106,7 +151,7 @@ def convert_model(model: str, out: str, dtype: str, *, progress: bool) -> None:
     Raises:
         ModelError: The checkpoint cannot be loaded, or there is something at `out`.
     """
-    from jaxmm import start  # brings jax
+    from jaxmm import basis  # brings jax
     from jaxmm.models.converted import convert
 
-    convert(start.model_directory(EngineConfig(model=model)), out, dtype, progress=progress)
+    convert(basis.model_directory(EngineConfig(model=model)), out, dtype, progress=progress)

@@ -36,6 +36,10 @@ class Unauthorized(RequestError):
     """A request without an API key that is known here."""
 
 
+class Forbidden(RequestError):
+    """A request that this API key may not make."""
+
+
 class UnknownModel(RequestError):
     """A model name that is not served here."""
 
@@ -45,7 +49,7 @@ class UnknownAnswer(RequestError):
 
 
 class FetchError(MediaError):
-    """A picture that could not be had from its URL."""
+    """A picture or video that could not be had from its URL."""
 
 
 class DeadlineExceeded(JaxmmError, TimeoutError):
@@ -78,12 +82,13 @@ ANSWERS: dict[type[JaxmmError], Answer] = {
     BodyTooLarge: Answer(413, "invalid_request_error", "body_too_large"),
     BodyTooSlow: Answer(408, "invalid_request_error", "body_too_slow"),
     Unauthorized: Answer(401, "authentication_error", "invalid_api_key"),
+    Forbidden: Answer(403, "permission_error", "admin_key_needed"),
     UnknownModel: Answer(404, "invalid_request_error", "model_not_found"),
     UnknownAnswer: Answer(404, "invalid_request_error", "answer_not_found"),
-    MediaError: Answer(400, "invalid_request_error", "invalid_image"),
-    MediaTooLarge: Answer(400, "invalid_request_error", "image_too_large"),
-    FetchError: Answer(400, "invalid_request_error", "image_fetch_failed"),
-    PlaceholderError: Answer(400, "invalid_request_error", "image_count_mismatch"),
+    MediaError: Answer(400, "invalid_request_error", "invalid_media"),
+    MediaTooLarge: Answer(400, "invalid_request_error", "media_too_large"),
+    FetchError: Answer(400, "invalid_request_error", "media_fetch_failed"),
+    PlaceholderError: Answer(400, "invalid_request_error", "media_count_mismatch"),
     PromptTooLong: Answer(400, "invalid_request_error", "context_length_exceeded"),
     SamplingError: Answer(400, "invalid_request_error", "invalid_sampling"),
     GrammarError: Answer(400, "invalid_request_error", "invalid_grammar"),

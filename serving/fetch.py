@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxmm.errors import MediaError, MediaTooLarge
@@ -12,11 +11,8 @@ from serving.errors import FetchError
 from serving.gates import Gates
 from serving.lifting import Url
 from serving.local_files import read_file_url
+from serving.offload import Offload
 from serving.remote import Remote, parse_url
-
-_THREADS = 4
-_SHORT = 1 << 16
-"""Characters of a data URI that cost less to decode than to pass to a thread."""
 
 
 class Budget:
@@ -35,27 +31,30 @@ class Budget:
         """
         self._left -= num_bytes
         if self._left < 0:
-            raise MediaTooLarge(f"the images are larger than {self._limit} bytes together")
+            raise MediaTooLarge(
+                f"the images and videos are larger than {self._limit} bytes together"
+            )
         self._hold(num_bytes)
 
 
 class Fetcher:
     """Gets pictures; one for a server. What takes long is done off the event loop's thread."""
 
-    def __init__(self, config: FetchConfig, *, max_bytes: int, max_total_bytes: int) -> None:
-        """Take limits: bytes of one picture, and of all pictures of one request."""
+    def __init__(
+        self, config: FetchConfig, offload: Offload, *, max_bytes: int, max_total_bytes: int
+    ) -> None:
+        """Take threads, and limits: bytes of one picture, and of all pictures of one request."""
         self._config = config
         self._max_bytes = max_bytes
         self._max_total_bytes = max_total_bytes
         self._folder = Path(config.file_folder) if config.file_folder else None
         gates = Gates(config.max_concurrent, config.max_concurrent_per_host)
         self._remote = Remote(config, gates, max_bytes)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxmm-fetch")
+        self._offload = offload
 
     async def aclose(self) -> None:
-        """Give connections and threads back."""
+        """Give connections back."""
         await self._remote.aclose()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def fetch_all(
         self, urls: Mapping[str, Url], hold: Callable[[int], None] = lambda _: None
@@ -96,13 +95,12 @@ class Fetcher:
 
     async def _fetch(self, url: Url, budget: Budget) -> bytes:
         if isinstance(url, memoryview) or _is_data(url):
-            data = await self._decode(url)
+            data = await self._offload.run(len(url), decode_data_uri, url, self._max_bytes)
             budget.take(len(data))
             return data
         if self._folder is not None and url[:5].lower() == "file:":
-            loop, folder = asyncio.get_running_loop(), self._folder
-            data = await loop.run_in_executor(
-                self._threads, read_file_url, url, folder, self._max_bytes
+            data = await self._offload.run(
+                self._max_bytes, read_file_url, url, self._folder, self._max_bytes
             )
             budget.take(len(data))
             return data
@@ -111,17 +109,11 @@ class Fetcher:
             raise FetchError(schemes_message(self._config))
         return await self._remote.get(target, budget.take)
 
-    async def _decode(self, url: Url) -> bytes:
-        if len(url) <= _SHORT:
-            return decode_data_uri(url, self._max_bytes)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, decode_data_uri, url, self._max_bytes)
-
 
 def schemes_message(config: FetchConfig) -> str:
     """The same for every refused URL, so that it tells nothing about files."""
     schemes = ["data", *config.schemes, *(["file"] if config.file_folder else [])]
-    return f"images are taken from {', '.join(f'{scheme}:' for scheme in schemes)} URLs"
+    return f"images and videos are taken from {', '.join(f'{scheme}:' for scheme in schemes)} URLs"
 
 
 def _is_data(url: Url) -> bool:

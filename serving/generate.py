@@ -59,6 +59,7 @@ class GenerateEndpoint:
             videos=videos_in(asked.messages or (), pictures),
             fps=asked.fps,
             num_frames=asked.num_frames,
+            video_pruning_rate=asked.video_pruning_rate,
             sampling=to_sampling(
                 asked,
                 vocab_size=self._served.tokenizer.vocab_size,

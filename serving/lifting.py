@@ -1,4 +1,4 @@
-"""Takes large data URIs out of a JSON body before it is parsed. Host only.
+"""Takes data URIs out of a JSON body before it is parsed. Host only.
 
 A body with pictures is nearly all base64. Parsing copies each of those strings, once or twice, and
 no other thread runs meanwhile; finding their ends costs a tenth of that.
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 _START = b'"data:'
-_MIN_BYTES = 1 << 16
+_MIN_BYTES = 1 << 12
 """Shorter ones cost nothing worth the trouble."""
 
 Url = str | memoryview
@@ -37,7 +37,8 @@ class Lifted(NamedTuple):
 
 
 def lift(body: bytearray) -> Lifted:
-    """Take out strings that begin with `data:`, are long, and have nothing escaped in them.
+    """Take out strings that begin with `data:`, are long, and have nothing escaped in them but `/`,
+    as PHP writes it.
 
     Args:
         body: JSON, or anything else; not to be changed while the result is in use.
@@ -51,10 +52,11 @@ def lift(body: bytearray) -> Lifted:
         if stop < 0:
             break
         at = stop
-        if stop - start < _MIN_BYTES or not _is_whole(body, start, stop):
+        uri = _uri(body, start, stop) if stop - start >= _MIN_BYTES else None
+        if uri is None:
             continue
         name = f"data:lifted/{nonce}/{len(uris)}"
-        uris[name] = view[start:stop]
+        uris[name] = uri
         pieces += [view[copied:start], name.encode()]
         copied = stop
     if not uris:
@@ -62,9 +64,15 @@ def lift(body: bytearray) -> Lifted:
     return Lifted(b"".join([*pieces, view[copied:]]), uris)
 
 
-def _is_whole(body: bytearray, start: int, stop: int) -> bool:
-    """Whether a string starts here, and is in JSON what it is in memory.
+def _uri(body: bytearray, start: int, stop: int) -> memoryview | None:
+    """A string that starts here, if it is one and can be had without parsing.
 
     A quote behind a backslash is part of a string; so is any after a backslash within.
     """
-    return body[start - 2 : start - 1] != b"\\" and body.find(b"\\", start, stop) < 0
+    if body[start - 2 : start - 1] == b"\\":
+        return None
+    if body.find(b"\\", start, stop) < 0:
+        return memoryview(body)[start:stop]
+    if body.count(b"\\", start, stop) != body.count(b"\\/", start, stop):
+        return None
+    return memoryview(body[start:stop].replace(b"\\/", b"/"))

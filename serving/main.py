@@ -106,6 +106,7 @@ def uvicorn_config(engine: ServedEngine, config: ServerConfig) -> uvicorn.Config
         backlog=_BACKLOG,
         http=Connection,
         ws="none",
+        timeout_keep_alive=round(config.keep_alive_seconds),
         timeout_graceful_shutdown=round(config.drain_seconds),
     )
 

@@ -1,7 +1,7 @@
 """GET /metrics: what Prometheus reads. Names are stable; docs/metrics.md lists them. Host only."""
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, cast
 
@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jaxmm.request import Delta, Request
+from jaxmm.stats import ReplicaStats
 from serving.engine import ServedEngine
 
 if TYPE_CHECKING:
@@ -104,11 +105,11 @@ class _EngineCollector(Collector):
         for name, text, value in (
             ("running", "Sequences that hold KV pages.", stats.running),
             ("waiting", "Sequences in the queue.", stats.waiting),
-            ("preparing", "Requests whose pictures and prompts are made.", stats.preparing),
+            ("preparing", "Requests whose pictures, videos and prompts are made.", stats.preparing),
             ("padding_ratio", "Share of steps that was filler, 0 to 1.", stats.padding_share),
             ("kv_pages", "KV pages.", stats.total_pages),
             ("kv_pages_free", "KV pages that are free or evictable.", stats.free_pages),
-            ("arena_rows", "Rows of the arena of encoded images.", stats.total_rows),
+            ("arena_rows", "Rows of the arena of encoded images and videos.", stats.total_rows),
             ("arena_rows_free", "Arena rows that are free or evictable.", stats.free_rows),
             ("healthy", "1 while the engine's loop runs.", int(self._engine.healthy)),
         ):
@@ -116,7 +117,11 @@ class _EngineCollector(Collector):
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens of admitted sequences.", stats.prompt_tokens),
             ("output_tokens", "Tokens sampled.", stats.output_tokens),
-            ("encoded_images", "Images that the encoder took.", stats.encoded_images),
+            (
+                "encoded_images",
+                "Images and steps of videos encoded.",
+                stats.encoded_images,
+            ),
             ("encoded_patches", "Patches that the encoder took.", stats.encoded_patches),
             ("recompiles", "Compiles after warm-up; each is a fault.", stats.recompiles),
             ("retracts", "Sequences that gave their pages back.", stats.retracts),
@@ -126,13 +131,38 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"jaxmm_{name}", text, value)
         caches = {"prefix": stats.prefix_cache, "rows": stats.arena, "media": stats.media_map}
         hits = CounterMetricFamily(
-            "jaxmm_cache_hits", "Found, in tokens (prefix) or pictures.", labels=["cache"]
+            "jaxmm_cache_hits",
+            "Found, in tokens (prefix), items (rows) or files (media).",
+            labels=["cache"],
         )
         misses = CounterMetricFamily(
-            "jaxmm_cache_misses", "Not found, in tokens (prefix) or pictures.", labels=["cache"]
+            "jaxmm_cache_misses", "Not found, in the same units.", labels=["cache"]
         )
         for name, cache in caches.items():
             hits.add_metric([name], cache.hits)
             misses.add_metric([name], cache.misses)
         yield hits
         yield misses
+        yield from _by_replica(stats.replicas)
+
+
+def _by_replica(replicas: Sequence[ReplicaStats]) -> Iterator[Metric]:
+    """What tells the replicas of an engine apart, labelled by their numbers from 0 up."""
+    for name, text, values in (
+        ("running", "Sequences that hold KV pages.", [r.running for r in replicas]),
+        ("waiting", "Sequences in the queue.", [r.waiting for r in replicas]),
+        ("free_pages", "KV pages that are free or evictable.", [r.free_pages for r in replicas]),
+    ):
+        gauge = GaugeMetricFamily(f"jaxmm_replica_{name}", text, labels=["replica"])
+        for index, value in enumerate(values):
+            gauge.add_metric([str(index)], value)
+        yield gauge
+    for name, text, values in (
+        ("prompt_tokens", "Prompt tokens admitted.", [r.prompt_tokens for r in replicas]),
+        ("output_tokens", "Tokens sampled.", [r.output_tokens for r in replicas]),
+        ("cached_tokens", "Prompt tokens cached.", [r.prefix_cache.hits for r in replicas]),
+    ):
+        counter = CounterMetricFamily(f"jaxmm_replica_{name}", text, labels=["replica"])
+        for index, value in enumerate(values):
+            counter.add_metric([str(index)], value)
+        yield counter

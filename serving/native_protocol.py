@@ -44,6 +44,7 @@ class GenerateRequest(SamplingFields):
     max_pixels: int | None = Field(None, ge=1)
     fps: float | None = Field(None, gt=0)
     num_frames: int | None = Field(None, ge=1)
+    video_pruning_rate: float | None = Field(None, ge=0, lt=1)
     """As in chat: how the videos of the messages are looked at."""
     mm_hashes: list[str] | None = None
 

@@ -12,6 +12,7 @@ _REF = "#/components/schemas/{model}"
 _ERRORS = {
     400: "What was sent cannot be served; the message says why.",
     401: "No API key that is known here.",
+    403: "This API key may not do that.",
     404: "Another model is served here, or there is nothing of that name.",
     408: "The body did not come in time.",
     409: "The answer was aborted.",

@@ -58,6 +58,10 @@ class VideoUrl(Strict):
     url: str
 
 
+_NOT_TAKEN = {"input_audio": "sound", "audio_url": "sound", "file": "files", "refusal": "refusals"}
+"""Parts of this API, and of others, that no model here can use."""
+
+
 class Part(Strict):
     """One part of a message: a text, a picture, or a video as a file or as its frames."""
 
@@ -67,6 +71,17 @@ class Part(Strict):
     video_url: VideoUrl | None = None
     video: list[str] | None = Field(None, min_length=1, max_length=MAX_FRAMES)
     """URLs of pictures, the video's frames."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _check_taken(cls, part: object) -> object:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in _NOT_TAKEN:
+            raise ValueError(
+                f"the model served here takes no {_NOT_TAKEN[kind]} ({kind}); send text, "
+                "image_url, video_url or video"
+            )
+        return part
 
     @pydantic.model_validator(mode="after")
     def _check_kind(self) -> "Part":
@@ -127,6 +142,9 @@ class ChatRequest(SamplingFields):
     they are. Default: the server's `media.video_fps`."""
     num_frames: int | None = Field(None, ge=1)
     """Frames of each video that are looked at, instead of `fps`."""
+    video_pruning_rate: float | None = Field(None, ge=0, lt=1)
+    """Share of each video's tokens that is dropped. Default: the server's
+    `media.video_pruning_rate`."""
     mm_hashes: list[str] | None = None
     """Hex hash of each picture and video, a hint for routers and caches."""
 

@@ -10,6 +10,8 @@ _HEADERS = {
     429: {"retry-after": "1"},
     503: {"retry-after": "1"},
 }
+"""`admission` knows better when a 429 should come again; a 503 goes to another server, or to this
+one when it is back."""
 
 
 def refusal(error: Exception) -> Response:

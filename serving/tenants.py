@@ -42,14 +42,20 @@ ANYBODY = Tenant(name="", scope="")
 class Tenants:
     """Finds the tenant of a key."""
 
-    def __init__(self, entries: Sequence[str]) -> None:
+    def __init__(self, entries: Sequence[str], admin_entries: Sequence[str] = ()) -> None:
         """Take entries `key` or `tenant:key`; the keys of one tenant share its cache entries.
+
+        Args:
+            entries: Keys that are let in; none, and nobody needs one.
+            admin_entries: Keys that may also do what concerns all tenants.
 
         Raises:
             ConfigError: An entry that is neither; the message counts and repeats nothing.
         """
+        self._is_open = not entries
         self._by_digest: dict[bytes, Tenant] = {}
-        for number, entry in enumerate(entries, 1):
+        self._admins: set[bytes] = set()
+        for number, entry in enumerate((*entries, *admin_entries), 1):
             if not (match := _ENTRY.fullmatch(entry)):
                 raise ConfigError(
                     f"API key {number} is not of the form key or tenant:key, in printable ASCII "
@@ -57,12 +63,10 @@ class Tenants:
                 )
             name, key = match[1], match[2]
             tenant = _tenant(f"name:{name}", name) if name else _tenant(f"key:{key}", f"{number}")
-            if self._by_digest.setdefault(_digest(key), tenant) != tenant:
+            if self._by_digest.setdefault(_digest(key), tenant).scope != tenant.scope:
                 raise ConfigError(f"API key {number} is also that of another tenant")
-
-    def __bool__(self) -> bool:
-        """Whether a key is needed at all."""
-        return bool(self._by_digest)
+            if number > len(entries):
+                self._admins.add(_digest(key))
 
     def find(self, authorization: str) -> Tenant:
         """Give the tenant of an `Authorization` header.
@@ -73,18 +77,25 @@ class Tenants:
         Raises:
             Unauthorized: No key, or an unknown one.
         """
-        if not self:
+        if self._is_open:
             return ANYBODY
-        scheme, _, key = authorization.strip().partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
+        key = _bearer(authorization)
+        if not key:
             raise Unauthorized("an API key is needed: send the header Authorization: Bearer KEY")
-        digest, found = _digest(key.strip()), None
+        digest, found = _digest(key), None
         for known, tenant in self._by_digest.items():
             if hmac.compare_digest(known, digest):
                 found = tenant
         if found is None:
             raise Unauthorized("the API key is not known here")
         return found
+
+    def is_admin(self, authorization: str) -> bool:
+        """Whether a header has a key of an administrator; on a server without keys, any has."""
+        if not self._by_digest:
+            return True
+        digest = _digest(_bearer(authorization))
+        return sum([hmac.compare_digest(known, digest) for known in self._admins]) > 0
 
 
 class Keys:
@@ -103,16 +114,18 @@ class Keys:
             except Unauthorized as error:
                 await refusal(error)(scope, receive, send)
                 return
-            scope.setdefault("state", {})["tenant"] = tenant
+            state = scope.setdefault("state", {})
+            state["tenant"], state["is_admin"] = tenant, self._tenants.is_admin(given)
         await self._app(scope, receive, send)
 
 
-def read_keys(entries: Sequence[str], file: str) -> Tenants:
-    """Tenants of the settings `api_keys` and `api_key_file`.
+def read_keys(entries: Sequence[str], file: str, admin_entries: Sequence[str] = ()) -> Tenants:
+    """Tenants of the settings `api_keys`, `api_key_file` and `admin_keys`.
 
     Args:
         entries: See `Tenants`.
         file: Path of a file with one entry a line, `#` and empty lines left out; or empty.
+        admin_entries: See `Tenants`.
 
     Raises:
         ConfigError: The file cannot be read, or has no key in it.
@@ -127,11 +140,17 @@ def read_keys(entries: Sequence[str], file: str) -> Tenants:
         lines = [line for line in lines if line and not line.startswith("#")]
         if not lines:  # whoever names a file wants a closed server
             raise ConfigError(f"api_key_file={file!r} has no key in it")
-    return Tenants([*entries, *lines])
+    return Tenants([*entries, *lines], admin_entries)
 
 
 def _tenant(origin: str, name: str) -> Tenant:
     return Tenant(name=name, scope=hashlib.sha256(b"jaxmm.tenant.1" + origin.encode()).hexdigest())
+
+
+def _bearer(authorization: str) -> str:
+    """The key of an `Authorization` header; empty if there is none."""
+    scheme, _, key = authorization.strip().partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _digest(key: str) -> bytes:

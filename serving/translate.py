@@ -70,7 +70,9 @@ def check_num_pictures(count: int, limit: int) -> None:
         BadBody: More than `limit`.
     """
     if count > limit:
-        message = f"the request has {count} images; the limit is {limit} (media.max_items)"
+        message = (
+            f"the request has {count} images and videos; the limit is {limit} (media.max_items)"
+        )
         raise BadBody(message, "messages")
 
 
@@ -101,6 +103,7 @@ def to_request(
         videos=videos_in(chat.messages, pictures),
         fps=chat.fps,
         num_frames=chat.num_frames,
+        video_pruning_rate=chat.video_pruning_rate,
         sampling=to_sampling(
             chat,
             vocab_size=served.tokenizer.vocab_size,
@@ -146,7 +149,7 @@ def _logprobs(chat: ChatRequest) -> int | None:
     return (chat.top_logprobs or 0) if chat.logprobs else None
 
 
-def _max_pixels(chat: ChatRequest, low: int) -> int | None:
+def _max_pixels(chat: ChatRequest, low: int | None) -> int | None:
     """The request's upper limit, which `detail: low` lowers for all its pictures."""
     details = {
         part.image_url.detail == "low"
@@ -157,6 +160,6 @@ def _max_pixels(chat: ChatRequest, low: int) -> int | None:
     }
     if details == {True, False}:
         raise BadBody("detail is low for some images and not for others; make them one", "messages")
-    if details != {True}:
+    if details != {True} or low is None:
         return chat.max_pixels
     return min(low, chat.max_pixels or low)

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.types import Receive
 
 from jaxmm.errors import EngineStopped
-from jaxmm.request import Delta, Request
+from jaxmm.request import Delta, Request, TokenLogprob, Usage
 from serving.errors import Aborted, ClientGone, DeadlineExceeded, ServerClosing
 
 CLOSING = "the server is shutting down; send the request to another one, or again later"
@@ -22,6 +22,36 @@ class Streams(Protocol):
     def astream(self, request: Request) -> AsyncIterator[Delta]: ...
 
 
+class _Gathered:
+    """Deltas of one completion; a reader may leave many thousands of them."""
+
+    __slots__ = ("_last", "_logprobs", "_texts", "_token_ids", "_usage")
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._usage: Usage | None = None
+        self._last: Delta | None = None
+
+    def add(self, delta: Delta) -> None:
+        self._texts.append(delta.text)
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs or ()
+        self._usage = delta.usage or self._usage
+        self._last = delta
+
+    def joined(self) -> Delta:
+        assert self._last is not None, "a delta has been added"
+        return dataclasses.replace(
+            self._last,
+            text="".join(self._texts),
+            token_ids=tuple(self._token_ids),
+            logprobs=None if self._last.logprobs is None else tuple(self._logprobs),
+            usage=self._usage,
+        )
+
+
 class Pump:
     """Deltas of one answer, taken from the engine as they come and given out as they are read.
 
@@ -33,7 +63,7 @@ class Pump:
         self, engine: Streams, requests: Sequence[Request], deadline_seconds: float
     ) -> None:
         """Hand the answer's requests to the engine; must be closed with `aclose`."""
-        self._gathered: dict[tuple[str, int], Delta] = {}
+        self._gathered: dict[tuple[str, int], _Gathered] = {}
         self._changed = asyncio.Event()
         self._aborted = False
         self._task = asyncio.create_task(self._run(engine, requests, deadline_seconds))
@@ -50,7 +80,7 @@ class Pump:
         """
         await self._changed.wait()
         if self._gathered:
-            delta = self._gathered.pop(next(iter(self._gathered)))
+            delta = self._gathered.pop(next(iter(self._gathered))).joined()
         elif self._task.cancelled():
             if self._aborted:
                 raise Aborted("the request was aborted")
@@ -78,20 +108,16 @@ class Pump:
     async def _run(
         self, engine: Streams, requests: Sequence[Request], deadline_seconds: float
     ) -> None:
-        try:
-            async with asyncio.timeout(deadline_seconds):
-                await _together([self._take(engine, request) for request in requests])
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"no complete answer in {deadline_seconds:g} s; ask for fewer tokens, or later"
-            ) from None
+        work = [self._take(engine, request) for request in requests]
+        await within(deadline_seconds, _together(work))
 
     async def _take(self, engine: Streams, request: Request) -> None:
         async for delta in engine.astream(request):
             # what came last is read last: its usage is the final one
             key = delta.id, delta.index
-            earlier = self._gathered.pop(key, None)
-            self._gathered[key] = _joined(earlier, delta) if earlier else delta
+            gathered = self._gathered.pop(key, None) or _Gathered()
+            gathered.add(delta)
+            self._gathered[key] = gathered
             self._changed.set()
 
 
@@ -105,17 +131,19 @@ async def _together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
         raise several.exceptions[0] from None
 
 
-def _joined(first: Delta, second: Delta) -> Delta:
-    logprobs = None
-    if second.logprobs is not None:
-        logprobs = (*(first.logprobs or ()), *second.logprobs)
-    return dataclasses.replace(
-        second,
-        text=first.text + second.text,
-        token_ids=(*first.token_ids, *second.token_ids),
-        logprobs=logprobs,
-        usage=second.usage or first.usage,
-    )
+async def within(seconds: float, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Do `work`, and cancel it when it takes too long.
+
+    Raises:
+        DeadlineExceeded: It was not done in time.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"no complete answer in {seconds:g} s; ask for fewer tokens, or later"
+        ) from None
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:

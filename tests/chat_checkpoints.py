@@ -145,3 +145,8 @@ def _train() -> Tokenizer:
 
 def _dump(path: Path, value: object) -> None:
     path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def eos_ids(token_bytes):
+    """Ids that end an answer, as the checkpoint's generation_config.json lists them."""
+    return tuple(token_bytes.index(token) for token in (b"<|im_end|>", b"<|endoftext|>"))

@@ -20,7 +20,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tokenizers import Regex as TokenizerRegex
 from tokenizers.trainers import BpeTrainer
 
-Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+Family = Literal[
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "deepseek_vl2_mha",
+    "deepseek_vl2_mla",
+    "deepseek_vl2_noaux",
+    "gemma3",
+]
 Prefixes = Literal["published", "module"]
 """Generation of tensor names: `visual.*` and `model.*`, or `model.visual.*` and
 `model.language_model.*`."""
@@ -32,6 +41,13 @@ ARCHITECTURES = {
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
 FAMILIES: tuple[Family, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Those that transformers has, and that are made here."""
+SERVED: tuple[Family, ...] = (*FAMILIES, "deepseek_vl2_mla")
+"""With the one that lies in `tests/data`, see `tests/deepseek.py`."""
+_STORED: dict[str, Path] = {
+    f"deepseek_vl2_{variant}": Path(__file__).parent / "data" / "deepseek_vl2" / variant
+    for variant in ("mha", "mla", "noaux")
+}
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -96,10 +112,18 @@ def checkpoint(
 ) -> Path:
     """Give the directory of a tiny checkpoint; equal arguments give the same directory.
 
-    The files must not be changed: copy the directory, or call `write_checkpoint`.
+    The files must not be changed: copy the directory, or call `write_checkpoint`. Of a family that
+    is stored, and of Gemma 3, the other arguments are not read.
     """
+    if family in _STORED:
+        return _STORED[family]
     directory = Path(tempfile.mkdtemp(prefix=f"{family}-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    if family == "gemma3":
+        from tests.gemma import write_gemma  # which needs this module
+
+        write_gemma(directory)
+        return directory
     write_checkpoint(
         directory,
         family,
@@ -223,7 +247,7 @@ def _nested_config(family: Family, ids: dict[str, int], *, tied: bool) -> dict[s
         "dtype": "float32",
     }
     experts = {
-        "num_experts": 6,
+        "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 48,
         "norm_topk_prob": True,

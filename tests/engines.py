@@ -33,6 +33,7 @@ SMALL = {
     "max_model_len": 1024,
     "max_running": 8,
     "buckets.max_step_tokens": 128,
+    "buckets.rehearse": False,
     "pages.page_size": 16,
     "pages.num_pages": 512,
     "arena.num_rows": 1024,

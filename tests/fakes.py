@@ -10,7 +10,7 @@ from jaxmm.errors import EngineStopped, JaxmmError, PlaceholderError
 from jaxmm.host.chat import ChatTokenizer
 from jaxmm.host.detokenize import Detokenizer
 from jaxmm.request import Delta, Request, TokenLogprob, Usage
-from jaxmm.stats import CacheStats, EngineStats
+from jaxmm.stats import CacheStats, EngineStats, ReplicaStats
 
 
 class FakeEngine:
@@ -33,6 +33,7 @@ class FakeEngine:
         """Take the answer, its pace, and an error to raise before the token `error_after`."""
         self.config = EngineConfig()
         self.model_name = "fake"
+        self.pictures_are_alike = False
         self.tokenizer = tokenizer
         self.healthy = True
         self.failure: BaseException | None = None
@@ -83,7 +84,11 @@ class FakeEngine:
             (f.name for f in dataclasses.fields(EngineStats) if f.type is int), self.num_tokens
         )
         caches = {"prefix_cache": cache, "arena": cache, "media_map": cache}
-        return EngineStats(**counts, **caches, padding_share=0.25)
+        replica = dict.fromkeys(
+            (f.name for f in dataclasses.fields(ReplicaStats) if f.type is int), self.num_tokens
+        )
+        replicas = (ReplicaStats(**replica, prefix_cache=cache, arena=cache),)
+        return EngineStats(**counts, **caches, padding_share=0.25, replicas=replicas)
 
     def flush_caches(self) -> None:
         self.flushes += 1

@@ -13,22 +13,23 @@ from tests.engines import on_loop
 
 def held(on: Engine) -> dict[str, Any]:
     """Everything that a request can hold on to, counted on the engine's thread."""
-    parts, scheduler = on._parts, on.scheduler
+    parts, replicas = on._parts, on.replicas
 
     def count() -> dict[str, Any]:
         return {
-            "free pages": parts.pool.num_free,
-            "cached pages": parts.prefix_cache.num_pages,
-            "pinned pages": parts.prefix_cache.num_pinned,
-            "conversations": len(scheduler.pins),
-            "free rows": parts.arena.num_free,
-            "slots": scheduler._residency.num_slots,
-            "running": scheduler.num_running,
-            "waiting": scheduler.num_waiting,
-            "has work": scheduler.has_work,
+            "free pages": sum(r.pool.num_free for r in replicas),
+            "cached pages": sum(r.prefix_cache.num_pages for r in replicas),
+            "pinned pages": sum(r.prefix_cache.num_pinned for r in replicas),
+            "conversations": sum(len(r.scheduler.pins) for r in replicas),
+            "free rows": sum(r.arena.num_free for r in replicas),
+            "slots": sum(r.scheduler._residency.num_slots for r in replicas),
+            "running": sum(r.scheduler.num_running for r in replicas),
+            "waiting": sum(r.scheduler.num_waiting for r in replicas),
+            "has work": any(r.scheduler.has_work for r in replicas),
             "answers": len(on._loop._answers),
+            "homes": len(on._loop._homes),
             "preparing": len(on._intake._preparing),
-            "steps": len(on._loop._pending),
+            "steps": sum(replica.num_flying for replica in on._loop._replicas),
             "inbox": on._loop._inbox.qsize(),
             "known files": len(parts.media_map),
             "decodes": parts.decodes.num_running,
@@ -44,7 +45,11 @@ def held(on: Engine) -> dict[str, Any]:
 def quiet(on: Engine) -> dict[str, Any]:
     """What an idle engine with empty caches holds."""
     deadline = time.monotonic() + 60
-    while on.scheduler.has_work or on._intake._preparing or on._parts.decodes.num_running:
+    while (
+        any(r.scheduler.has_work for r in on.replicas)
+        or on._intake._preparing
+        or on._parts.decodes.num_running
+    ):
         assert time.monotonic() < deadline, "work is left"
         time.sleep(0.01)
     on.flush_caches()

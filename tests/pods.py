@@ -39,7 +39,9 @@ def free_port() -> int:
     return port
 
 
-def pod_settings(model: Path, num_processes: int, process_id: int, port: int) -> dict[str, str]:
+def pod_settings(
+    model: Path, num_processes: int, process_id: int, port: int, replicas: int = 1
+) -> dict[str, str]:
     """Settings of one process as environment variables."""
     values = (
         SMALL
@@ -47,7 +49,8 @@ def pod_settings(model: Path, num_processes: int, process_id: int, port: int) ->
         | {
             "model": model,
             "compile_cache_dir": cache_dir(),
-            "tensor_parallel": num_processes,
+            "tensor_parallel": num_processes // replicas,
+            "data_parallel": replicas,
             "coordinator": f"127.0.0.1:{port}",
             "num_processes": num_processes,
             "process_id": process_id,
@@ -63,6 +66,7 @@ def pod(
     num_processes: int,
     *,
     for_followers: Mapping[str, object] | None = None,
+    replicas: int = 1,
     **settings: object,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes of a pod, the leader first; what is left of them at the end is killed.
@@ -72,13 +76,16 @@ def pod(
         leader: Words after `python` for process 0; the others run `jaxmm serve`.
         num_processes: Processes, each with one simulated chip.
         for_followers: Variables of the environment of all but process 0.
+        replicas: Of the model, each on as many processes.
         **settings: Variables of the environment beside those of `pod_settings`.
     """
     port = free_port()
     processes = []
     try:
         for process_id in range(num_processes):
-            environment = os.environ | pod_settings(model, num_processes, process_id, port)
+            environment = os.environ | pod_settings(
+                model, num_processes, process_id, port, replicas
+            )
             environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
             own = (for_followers or {}) if process_id else {}
             environment |= {key: str(value) for key, value in (settings | dict(own)).items()}

@@ -18,7 +18,7 @@ from PIL import Image
 
 
 @functools.cache
-def _load(directory: Path) -> tuple[Any, Any, Any]:
+def load(directory: Path) -> tuple[Any, Any, Any]:
     model = transformers.AutoModelForImageTextToText.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -46,7 +46,7 @@ def greedy(
     Returns:
         Token ids, and float32[num_tokens, V]: log-probabilities of every step.
     """
-    model, tokenizer, processor = _load(directory)
+    model, tokenizer, processor = load(directory)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     pad = tokenizer.convert_ids_to_tokens(model.config.image_token_id)
     inputs: dict[str, Any] = {}
@@ -65,7 +65,7 @@ def greedy(
             pad * n + piece for n, piece in zip(counts, pieces[1:], strict=True)
         )
     if videos:
-        text, clips = _with_videos(model, tokenizer, processor, text, videos, fps, max_pixels)
+        text, clips = with_videos(model, tokenizer, processor, text, videos, fps, max_pixels)
         inputs |= clips
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
     kinds = (ids == model.config.image_token_id) + 2 * (ids == model.config.video_token_id)
@@ -87,7 +87,7 @@ def greedy(
     return out.sequences[0, ids.shape[1] :].tolist(), scores.numpy()
 
 
-def _with_videos(
+def with_videos(
     model: Any,
     tokenizer: Any,
     processor: Any,

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxmm.device import sharding
 from jaxmm.device.sharding import WHOLE
 from jaxmm.errors import ConfigError
 from jaxmm.models.config import ModelConfig
@@ -42,6 +43,22 @@ class Backend:
         """The chips, in the order of the mesh; without one the first."""
         return jax.local_devices()[:1] if self.mesh is None else list(self.mesh.devices.flat)
 
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Processes that have chips of it, in ascending order."""
+        return tuple(sorted({device.process_index for device in self.devices}))
+
+    def lane_rows(self, shape: tuple[int, ...]) -> dict[int, list[slice]]:
+        """Rows of the lanes' patches that the chips of each process take, by process id."""
+        placed = self.sharding(sharding.LANES)
+        assert placed is not None, "many processes have a mesh"
+        rows: dict[int, list[slice]] = {}
+        device: Any
+        for device, block in placed.devices_indices_map(shape).items():
+            start, stop, _ = block[0].indices(shape[0])
+            rows.setdefault(device.process_index, []).append(slice(start, stop))
+        return rows
+
     def sharding(self, spec: PartitionSpec) -> NamedSharding | None:
         """The sharding of a spec; None without a mesh."""
         return None if self.mesh is None else NamedSharding(self.mesh, spec)
@@ -53,6 +70,13 @@ class Backend:
             if self.mesh is None
             else jax.lax.with_sharding_constraint(tree, self.sharding(WHOLE))
         )
+
+    def gathered(self, rows_MX: jax.Array) -> jax.Array:
+        """The rows of all chips one below the other, on each of them (within `per_chip`)."""
+        if self.num_shards == 1:
+            return rows_MX
+        gathered: jax.Array = jax.lax.all_gather(rows_MX, "model", tiled=True)
+        return gathered
 
     def per_chip(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any
@@ -71,50 +95,63 @@ class Backend:
         return mapped
 
 
-def settle_backend(
+def settle_backends(
     kernels: Literal["auto", "pallas", "portable"],
     tensor_parallel: int,
+    data_parallel: int,
     model: ModelConfig,
     dtype: DTypeLike,
-) -> Backend:
-    """Choose the implementation and the chips.
+) -> tuple[Backend, ...]:
+    """Choose the implementation, and the chips of each replica.
 
     Args:
         kernels: The setting; "auto" is Pallas on TPUs, for models that the kernels can take.
         tensor_parallel: Chips that the model is split over; 0: as many as there are and it can be.
+        data_parallel: Replicas, each on so many chips; 0: as many as there are chips for.
         model: Its dimensions.
         dtype: Of weights, KV and arena.
+
+    Returns:
+        One for each replica; they differ in their chips alone.
 
     Raises:
         ConfigError: What was asked for cannot run here; the text says why.
     """
+    chosen = _settle_kernels(kernels, model, dtype)
+    num_chips, num_replicas = _settle_chips(tensor_parallel, data_parallel, model)
+    if num_chips == num_replicas == 1:
+        return (Backend(chosen),)
+    meshes = (_mesh(num_chips, replica) for replica in range(num_replicas))
+    return tuple(Backend(chosen, mesh) for mesh in meshes)
+
+
+def _settle_kernels(
+    kernels: Literal["auto", "pallas", "portable"], model: ModelConfig, dtype: DTypeLike
+) -> Literal["pallas", "portable"]:
     platform = jax.default_backend()
-    num_chips = tensor_parallel or _most_chips(model)
-    if jax.process_count() > 1 and num_chips != jax.device_count():
-        raise ConfigError(
-            f"tensor_parallel={num_chips} and the {jax.process_count()} processes of the pod have "
-            f"{jax.device_count()} chips; a pod uses all of them"
-        )
-    mesh = None if num_chips == 1 else _mesh(num_chips, model)
     if kernels == "pallas" and platform != "tpu":
         raise ConfigError(
             f"kernels='pallas' needs a TPU and this machine has a {platform}; use 'auto'"
         )
     if kernels == "portable" or platform != "tpu":
-        return Backend("portable", mesh)
+        return "portable"
     obstacles = "; ".join(model_obstacles(model, dtype))
     if not obstacles:
-        return Backend("pallas", mesh)
+        return "pallas"
     if kernels == "pallas":
         raise ConfigError(f"kernels='pallas' cannot run this model: {obstacles}; use 'auto'")
     logger.warning("kernels=portable reason=%s", obstacles)
-    return Backend("portable", mesh)
+    return "portable"
 
 
 def model_obstacles(model: ModelConfig, dtype: DTypeLike) -> Iterator[str]:
     """What keeps the TPU kernels from running a model; nothing if they can."""
     if np.dtype(dtype).name not in ("float32", "bfloat16"):
         yield f"the kernels take float32 and bfloat16, not {np.dtype(dtype)}"
+    if model.text.latent is not None:
+        yield "they read keys and values, and this model keeps compressed rows in their place (MLA)"
+    if model.text.both_ways:
+        yield "they show a token the earlier ones alone; this model's image tokens see later ones"
     if model.text.width % LANES:
         yield f"a text width of {model.text.width} is no multiple of {LANES}"
     channels = model.vision.head_channels
@@ -130,7 +167,7 @@ def check_sizes(
     """Refuse sizes that the chosen kernels cannot take.
 
     Args:
-        backend: Chosen by `settle_backend`.
+        backend: Chosen by `settle_backends`.
         page_size: Tokens of a page.
         max_running: Rows of the page table.
         num_table_pages: Pages of the longest request.
@@ -165,12 +202,46 @@ def spread_kv_heads(model: ModelConfig, num_chips: int) -> ModelConfig:
     return dataclasses.replace(model, text=spread)
 
 
-def _most_chips(model: ModelConfig) -> int:
+def _settle_chips(tensor_parallel: int, data_parallel: int, model: ModelConfig) -> tuple[int, int]:
+    """Chips of a replica, and replicas; what neither takes is told, or refused on a pod."""
+    there = jax.device_count()
+    num_chips = tensor_parallel or most_chips(model, there // (data_parallel or 1))
+    num_replicas = data_parallel or max(1, there // num_chips)
+    used = num_chips * num_replicas
+    asked = f"tensor_parallel={num_chips}"
+    if num_replicas > 1:
+        asked = f"data_parallel={num_replicas} replicas of {asked}"
+    if used > there:
+        kind = jax.devices()[0].platform
+        raise ConfigError(f"{asked} and this machine has {there} {kind} device(s)")
+    for rest in rests(model, num_chips):
+        raise ConfigError(f"tensor_parallel={num_chips} does not divide the model's {rest}")
+    if jax.process_count() > 1 and used != there:
+        raise ConfigError(
+            f"{asked} and the {jax.process_count()} processes of the pod have {there} chips; a pod "
+            "uses all of them"
+        )
+    here = jax.local_device_count()
+    if num_replicas > 1 and here % num_chips and num_chips % here:
+        raise ConfigError(
+            f"{asked} and a process has {here} chips: a replica fills whole processes, or several "
+            "fill one"
+        )
+    if used < there:
+        logger.warning(
+            "chips=%d used=%d idle=%d: set data_parallel or tensor_parallel to 0 to use more",
+            there, used, there - used,
+        )  # fmt: skip
+    return num_chips, num_replicas
+
+
+def most_chips(model: ModelConfig, num_devices: int) -> int:
     """The most chips of those there are that a model can be split over."""
-    return max(n for n in range(1, jax.device_count() + 1) if not any(_rests(model, n)))
+    counts = range(1, max(1, num_devices) + 1)
+    return max(n for n in counts if not any(rests(model, n)))
 
 
-def _rests(model: ModelConfig, num_chips: int) -> Iterator[str]:
+def rests(model: ModelConfig, num_chips: int) -> Iterator[str]:
     """What of a model cannot be split over so many chips."""
     text = model.text
     if text.num_kv_heads % num_chips and num_chips % text.num_kv_heads:
@@ -178,26 +249,23 @@ def _rests(model: ModelConfig, num_chips: int) -> Iterator[str]:
     for value, name in (
         (text.num_heads, "query heads"),
         (text.mlp_width, "MLP channels"),
-        (text.expert_width, "channels of an expert"),  # 0 without experts
+        (text.num_experts, "experts"),  # 0 without
         (text.vocab_size, "vocabulary entries"),
     ):
         if value % num_chips:
             yield f"{value} {name}"
 
 
-def _mesh(num_chips: int, model: ModelConfig) -> Mesh:
-    """A mesh over the first devices, all of them along `model`."""
-    devices = jax.devices()
-    if num_chips > len(devices):
-        raise ConfigError(
-            f"tensor_parallel={num_chips} and this machine has {len(devices)} "
-            f"{devices[0].platform} device(s)"
-        )
-    for rest in _rests(model, num_chips):
-        raise ConfigError(f"tensor_parallel={num_chips} does not divide the model's {rest}")
+def _mesh(num_chips: int, replica: int) -> Mesh:
+    """A mesh over the chips of a replica, all of them along `model`.
+
+    Chips that follow each other are neighbours, those of one host before those of the next.
+    """
+    start = replica * num_chips
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     return jax.make_mesh(
         (num_chips,),
         ("model",),
-        devices=devices[:num_chips],
+        devices=devices[start : start + num_chips],
         axis_types=(jax.sharding.AxisType.Auto,),
     )

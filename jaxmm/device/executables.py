@@ -7,10 +7,12 @@ back without tracing anything.
 
 import functools
 import hashlib
+import io
 import logging
 import os
 import pickle
 import platform
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -19,13 +21,18 @@ from typing import Any
 
 import jax
 import jaxlib.version
+import numpy as np
 from jax.experimental import serialize_executable
+from jaxlib import xla_client
 from tqdm import tqdm
 
 import jaxmm.models
 from jaxmm.device.ledger import CompileLedger, CompileRecord
 
 logger = logging.getLogger(__name__)
+
+_LINKING = threading.Lock()
+"""One executable is loaded at a time: two threads at it take five times as long (LLVM's linker)."""
 
 Executable = Callable[..., Any]
 Lower = Callable[[], jax.stages.Lowered]
@@ -60,12 +67,21 @@ class Executables:
         self._fingerprint = fingerprint
         self._devices = devices
         self._table: dict[Key, Future[Executable]] = {}
-        # one thread: two that load executables take five times as long (LLVM's linker)
+        self._used: set[Key] = set()
         self._restorer = ThreadPoolExecutor(1, thread_name_prefix="jaxmm-restore")
 
     def __getitem__(self, key: Key) -> Executable:
-        """The executable; waits where it is still being read from the cache."""
+        """The executable, to be run; waits where it is still being read from the cache."""
+        self._used.add(key)
         return self._table[key].result()
+
+    def was_used(self, key: Key) -> bool:
+        """Whether it was ever looked up."""
+        return key in self._used
+
+    def is_ready(self, key: Key) -> bool:
+        """Whether a lookup would not wait."""
+        return self._table[key].done()
 
     def __len__(self) -> int:
         return len(self._table)
@@ -115,7 +131,8 @@ class Executables:
 
     def _restore(self, key: Key, blob: bytes, lower: Lower) -> Executable:
         start = time.perf_counter()
-        executable = _load(blob, self._devices)
+        with _LINKING:
+            executable = _load(blob, self._devices)
         if executable is None:
             return self._compile(key, lower)
         self._note(key, start, restored=True)
@@ -126,7 +143,7 @@ class Executables:
         compiled = lower().compile()
         path = self._path(key)
         if path is not None:
-            _store(path, compiled)
+            _store(path, compiled, self._devices)
         self._note(key, start, restored=False)
         return compiled
 
@@ -144,12 +161,13 @@ class Executables:
         return self._directory / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.exe"
 
 
-def _store(path: Path, compiled: jax.stages.Compiled) -> None:
+def _store(path: Path, compiled: jax.stages.Compiled, devices: Sequence[jax.Device]) -> None:
     """Write an executable; a full or read-only disk costs the next start its time, no more."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        blob = pickle.dumps(serialize_executable.serialize(compiled))
+        ids = [device.id for device in devices]
+        blob = pickle.dumps((serialize_executable.serialize(compiled), ids))
         temporary.write_bytes(hashlib.sha256(blob).digest() + blob)
         temporary.replace(path)
     except (OSError, ValueError, NotImplementedError) as e:
@@ -172,17 +190,39 @@ def _read_entry(path: Path) -> bytes | None:
 def _load(blob: bytes, devices: Sequence[jax.Device]) -> Executable | None:
     """Turn an entry into an executable; None when this machine or version cannot."""
     try:
-        serialized, in_tree, out_tree = pickle.loads(blob)
-        executable: Executable = serialize_executable.deserialize_and_load(
-            serialized,
-            in_tree,
-            out_tree,
-            execution_devices=devices,  # else all there are, also where it runs on one
+        (serialized, in_tree, out_tree), ids = pickle.loads(blob)
+        unpickler = _Unpickler(serialized, dict(zip(ids, devices, strict=True)))
+        unloaded, args_info, no_kwargs = unpickler.load()
+        return jax.stages.Compiled(
+            unloaded.load(), [], in_tree.unflatten(args_info), out_tree, no_kwargs=no_kwargs
         )
     except (pickle.UnpicklingError, EOFError, ValueError, jax.errors.JaxRuntimeError) as e:
         logger.warning("compile cache entry unusable error=%s", e)
         return None
-    return executable
+
+
+class _Unpickler(serialize_executable._JaxPjrtUnpickler):
+    """Reads an executable for other devices than those that it was compiled on.
+
+    Replicas run the same executables, each on chips of its own. JAX's own reader takes the devices
+    from the entry, and so does the CPU's client if it is not told otherwise.
+    """
+
+    def __init__(self, serialized: bytes, devices: dict[int, jax.Device]) -> None:
+        """Take the entry, and for each device in it the one to use in its place."""
+        here = list(devices.values())
+        super().__init__(io.BytesIO(serialized), here[0].client, here)
+        self.devices_by_id = devices
+
+    def persistent_load(self, pid: tuple[str, Any]) -> Any:
+        moved = any(device.id != i for i, device in self.devices_by_id.items())
+        if pid[0] != "exec" or not moved:
+            return super().persistent_load(pid)
+        ids = np.array([[device.id for device in self.devices_by_id.values()]])
+        options = xla_client.CompileOptions()
+        options.num_replicas, options.num_partitions = ids.shape
+        options.device_assignment = xla_client.DeviceAssignment.create(ids)
+        return self.backend.deserialize_executable(pid[1], self.execution_devices, options)
 
 
 @functools.cache

@@ -12,6 +12,9 @@ from jaxmm.device.backend import Backend
 from jaxmm.device.sharding import WHOLE
 from kernels_pallas.scatter_rows import scatter_rows
 
+SMALLEST_NORM = 1e-8
+"""Rows shorter than this count as so long, so that the cosine of nothing is 0."""
+
 
 class ImageRows(NamedTuple):
     """Which arena row belongs to which token of a step."""
@@ -40,3 +43,29 @@ class ImageRows(NamedTuple):
         """Every chip has the whole of both."""
         move = partial(scatter_rows, level=level, add=add, implementation=self.backend.kernels)
         return self.backend.per_chip(move, WHOLE, WHOLE)(x_TD, self.arena, self.row_T)
+
+
+def change_of_rows(
+    arena: Float[Array, "R ..."],
+    before_M: Int32[Array, " M"],
+    after_M: Int32[Array, " M"],
+    width: int,
+    backend: Backend,
+) -> Float[Array, " M"]:
+    """How much rows differ: 1 minus their cosine similarity, float32 (arXiv:2510.14624, section 3).
+
+    Args:
+        arena: Rows of `row_shape`; of deepstack rows the embedding alone is compared.
+        before_M: Arena row; -1: a row of zeros, which differs from any by 1.
+        after_M: The row that it is compared with.
+        width: D.
+        backend: Implementation of the ops.
+    """
+    zeros_MD = jnp.zeros((len(before_M), width), arena.dtype)
+    before_MD, after_MD = (
+        ImageRows(arena, row_M, backend).into(zeros_MD).astype(jnp.float32)
+        for row_M in (before_M, after_M)
+    )
+    length_2M = jnp.sqrt(jnp.stack([jnp.sum(x * x, axis=-1) for x in (before_MD, after_MD)]))
+    product_M = jnp.prod(jnp.maximum(length_2M, SMALLEST_NORM), axis=0)
+    return 1.0 - jnp.sum(before_MD * after_MD, axis=-1) / product_M

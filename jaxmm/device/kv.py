@@ -12,12 +12,14 @@ from jaxmm.device.rope import Rope, rotate
 from jaxmm.device.sharding import WHOLE, spec_of
 from jaxmm.models.config import TextConfig
 from kernels_pallas.ragged_paged_attention import (
+    Latent,
     Ragged,
     StepPlan,
     attend_rows,
     page_shape,
     plan_step,
     write_and_attend,
+    write_and_attend_latent,
 )
 from kernels_pallas.ragged_paged_attention.layout import query_scale
 from kernels_pallas.rotate_heads import Norms, rotate_grouped
@@ -34,6 +36,8 @@ def pool_shape(
     config: TextConfig, num_pages: int, page_size: int, backend: Backend
 ) -> tuple[int, ...]:
     """Shape of one layer's pool; its second axis is split over chips like KV heads."""
+    if config.latent is not None:
+        return num_pages, config.num_kv_heads, page_size, config.head_channels
     page = page_shape(
         page_size, config.num_kv_heads, config.head_channels, implementation=backend.kernels
     )
@@ -71,6 +75,7 @@ class PagedAttention(NamedTuple):
         channels: int,
         norms: Norms | None = None,
         eps: float = 0.0,
+        window: int | None = None,
     ) -> tuple[Float[Array, "T X"], Float[Array, "P ..."]]:
         """Rotate, write the step's keys and values, attend; each chip does its own heads.
 
@@ -81,16 +86,45 @@ class PagedAttention(NamedTuple):
             channels: C, of one head.
             norms: Of queries and keys before they are rotated.
             eps: Of the norms.
+            window: Keys up to its own that a token sees at most; None: all.
 
         Returns:
             Attended values, query heads side by side; and the pool.
         """
         attend = self.backend.per_chip(
-            partial(_attend, channels=channels, eps=eps, kernels=self.backend.kernels),
+            partial(
+                _attend, channels=channels, eps=eps, window=window, kernels=self.backend.kernels
+            ),
             (spec_of("TO"), WHOLE, KV_POOL, WHOLE, WHOLE),
             (spec_of("TO"), KV_POOL),
         )
         return attend(qkv_TO, rope, pages, self.plan, norms)
+
+    def latent(
+        self,
+        q_THC: Float[Array, "T H C"],
+        new_TC: Float[Array, "T C"],
+        pages: Float[Array, "P ..."],
+        how: Latent,
+    ) -> tuple[Float[Array, "T H R"], Float[Array, "P ..."]]:
+        """Write the step's compressed rows and attend over them; each chip does its own heads.
+
+        Args:
+            q_THC: Queries, in the space of the rows, rotated, not scaled.
+            new_TC: One row a token, for all heads; every chip keeps all rows.
+            pages: One layer's pool.
+            how: How a row is read.
+
+        Returns:
+            Attended values of each head; and the pool.
+        """
+        assert self.backend.kernels == "portable", "`model_obstacles` keeps the kernels away"
+        attend = self.backend.per_chip(
+            partial(write_and_attend_latent, latent=how, implementation="portable"),
+            (spec_of("TH"), WHOLE, KV_POOL, WHOLE),
+            (spec_of("TH"), KV_POOL),
+        )
+        return attend(q_THC, new_TC, pages, self.plan)
 
 
 def _attend(
@@ -102,6 +136,7 @@ def _attend(
     *,
     channels: int,
     eps: float,
+    window: int | None,
     kernels: Literal["portable", "pallas"],
 ) -> tuple[Float[Array, "T X"], Float[Array, "P ..."]]:
     """One chip's heads."""
@@ -117,15 +152,21 @@ def _attend(
             norms=norms,
             eps=eps,
         )
-        return attend_rows(q_TX, new_TY, pages, plan, channels)
+        return attend_rows(q_TX, new_TY, pages, plan, channels, window=window)
     # heads that do not fill whole registers are padded anyhow, by XLA
     qkv_TKXC = qkv_TO.reshape(len(qkv_TO), num_kv, -1, channels)
     q_THC = qkv_TKXC[:, :, :-2].reshape(len(qkv_TO), -1, channels)
     k_TKC, v_TKC = qkv_TKXC[:, :, -2], qkv_TKXC[:, :, -1]
     if norms is not None:
-        q_THC = rms_norm(q_THC, norms.q_C, eps)
-        k_TKC = rms_norm(k_TKC, norms.k_C, eps)
+        q_THC = rms_norm(q_THC, norms.q_C, eps).astype(qkv_TO.dtype)
+        k_TKC = rms_norm(k_TKC, norms.k_C, eps).astype(qkv_TO.dtype)
     attended_THC, pages = write_and_attend(
-        rotate(q_THC, rope), rotate(k_TKC, rope), v_TKC, pages, plan, implementation=kernels
+        rotate(q_THC, rope),
+        rotate(k_TKC, rope),
+        v_TKC,
+        pages,
+        plan,
+        window=window,
+        implementation=kernels,
     )
     return attended_THC.reshape(len(qkv_TO), -1), pages

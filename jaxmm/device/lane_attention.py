@@ -16,7 +16,7 @@ from kernels_pallas.segment_attention.api import (
 
 def attend_images(
     qkv_NO: Float[Array, "N O"],
-    rope: Rope,
+    rope: Rope | None,
     segment_N: Int32[Array, " N"],
     *,
     num_heads: int,
@@ -26,12 +26,13 @@ def attend_images(
 
     Args:
         qkv_NO: Queries, keys, values, each with its heads side by side (O = 3 E).
-        rope: Positions of the patches.
+        rope: Positions of the patches; None: nothing is rotated.
         segment_N: Which image, never falling; -1 for padding.
         num_heads: H.
         implementation: Of the attention.
     """
-    if implementation == "pallas" and takes_packed(num_heads, _channels(qkv_NO, num_heads)):
+    packed = implementation == "pallas" and takes_packed(num_heads, _channels(qkv_NO, num_heads))
+    if packed and rope is not None:
         scale = kernel.query_scale(_channels(qkv_NO, num_heads))
         q_HNC, k_HNC, v_HNC = rotate_packed(
             qkv_NO, *rope.whole_heads(), scale=scale, heads_first=True
@@ -89,9 +90,11 @@ def _channels(qkv_NO: Float[Array, "N O"], num_heads: int) -> int:
 
 
 def _rotated(
-    qkv_NO: Float[Array, "N O"], num_heads: int, rope: Rope
+    qkv_NO: Float[Array, "N O"], num_heads: int, rope: Rope | None
 ) -> tuple[Float[Array, "N H C"], Float[Array, "N H C"], Float[Array, "N H C"]]:
     q_NHC, k_NHC, v_NHC = (
         x_NE.reshape(len(qkv_NO), num_heads, -1) for x_NE in jnp.split(qkv_NO, 3, axis=-1)
     )
+    if rope is None:
+        return q_NHC, k_NHC, v_NHC
     return rotate(q_NHC, rope), rotate(k_NHC, rope), v_NHC

@@ -42,13 +42,16 @@ class CompileLedger:
         self.phase: Phase = "warmup"
         self.records: list[CompileRecord] = []
         self._thread: int | None = None
+        self._closed = False
         self._lock = threading.Lock()
         self._unreported: CompileRecord | None = None
         jax.monitoring.register_event_duration_secs_listener(self._heard)
 
     def close(self) -> None:
-        """Stop listening."""
-        jax.monitoring.unregister_event_duration_listener(self._heard)
+        """Stop listening; may be called again."""
+        if not self._closed:
+            self._closed = True
+            jax.monitoring.unregister_event_duration_listener(self._heard)
 
     def serve_from(self, thread: int) -> None:
         """Warm-up is over: from now on compiles on this thread (its ident) are faults."""

@@ -26,7 +26,7 @@ def linear(
     elif len(x_TD) <= _FEW_ROWS:
         y_TF = lax.platform_dependent(x_TD, weight_FD, cpu=_weight_left, default=_weight_right)
     else:
-        y_TF = _weight_right(x_TD, weight_FD)
+        y_TF = lax.platform_dependent(x_TD, weight_FD, cpu=_weight_in_place, default=_weight_right)
     if bias_F is not None:
         y_TF = y_TF + bias_F.astype(jnp.float32)
     return y_TF.astype(x_TD.dtype)
@@ -42,6 +42,16 @@ def _weight_left(x_TD: Array, weight_FD: Array) -> Array:
 
 def _weight_right(x_TD: Array, weight_FD: Array) -> Array:
     return jnp.tensordot(x_TD, weight_FD, (1, -1), preferred_element_type=jnp.float32)
+
+
+def _weight_in_place(x_TD: Array, weight_FD: Array) -> Array:
+    # A weight of three axes would be written out transposed in every step; as a batch it is not.
+    # Nor by reshape: chips that each hold a part of F would have to put the weight together.
+    if weight_FD.ndim == 2:
+        return _weight_right(x_TD, weight_FD)
+    x_GTD = jnp.broadcast_to(x_TD, (len(weight_FD), *x_TD.shape))
+    y_GTF = jnp.einsum("GTD,GFD->GTF", x_GTD, weight_FD, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(y_GTF, 0, 1)
 
 
 def _one_row(x_1D: Array, weight_FD: Array) -> Array:

@@ -18,12 +18,12 @@ from jaxmm.device.executables import Key, Lower
 from jaxmm.device.kv import KV_POOL, pool_shape
 from jaxmm.device.lane import Lane
 from jaxmm.device.sampling import init_state
-from jaxmm.device.sharding import PATCHES, WHOLE, param_spec
+from jaxmm.device.sharding import LANES, WHOLE, param_spec
 from jaxmm.host.batch import StepLayout
 from jaxmm.host.grammar import mask_words
-from jaxmm.host.lanes import MERGED_PATCHES
 from jaxmm.models import family_module
 from jaxmm.models.config import ModelConfig
+from jaxmm.models.lane_forms import lane_rows
 from jaxmm.models.loading import param_shapes
 from jaxmm.models.twin import twin_shapes
 from jaxmm.request import MAX_LOGIT_BIAS
@@ -34,6 +34,10 @@ PRIME_IDS = 1024
 """Ids of a request's history that one prime step takes."""
 UPLOAD_ROWS = 256
 """Rows that one upload step takes: a piece is 1 to 4 MB, and filler costs no more than that."""
+
+
+SCORE_ROWS = 256
+"""Pairs of rows that one score step compares."""
 
 
 class Lowering:
@@ -58,7 +62,8 @@ class Lowering:
             twin: The step of one token takes the decoder's `twin`.
         """
         self._vision = model.vision
-        self._row_width = model.text.row_width
+        self._row_width, self._vocab_size = model.text.row_width, model.text.vocab_size
+        self._width = model.text.width
         self._sizes = sizes
         self._backend = backend
         self.params: steps.Params = param_shapes(
@@ -93,13 +98,15 @@ class Lowering:
 
     def layout(self, num_tokens: int) -> StepLayout:
         """Layout of the smallest bucket with `num_tokens`."""
-        sizes = self._sizes
-        rung = sizes.buckets.step_tokens(num_tokens)
-        return StepLayout(rung, sizes.max_running, sizes.num_table_pages, self.masks.shape[1])
+        return step_layout(self._sizes, self._vocab_size, num_tokens)
 
     def all_steps(self) -> dict[Key, Lower]:
         """For each step and bucket, the function that lowers it."""
-        lowers: dict[Key, Lower] = {("prime", 0): self.prime, ("upload", 0): self.upload}
+        lowers: dict[Key, Lower] = {
+            ("prime", 0): self.prime,
+            ("upload", 0): self.upload,
+            ("score", 0): self.score,
+        }
         for rung in self._sizes.buckets.tokens:
             lowers["language", rung] = partial(self.language, rung)
         for rung in self._sizes.buckets.patches:
@@ -123,20 +130,19 @@ class Lowering:
         )
 
     def encode(self, rung: int) -> jax.stages.Lowered:
-        """Lower the encode step of a bucket of patches."""
-        vision, shape = self._vision, self._shape
-        patches = shape(
-            rung, vision.patch_values, dtype=jnp.uint8, spec=patch_spec(rung, self._backend)
-        )
+        """Lower the encode step of a bucket of patches, so many on each chip."""
+        vision, num_patches = self._vision, rung * self._backend.num_shards
+        shape = partial(self._shape, num_patches, spec=LANES)
+        patches = shape(vision.patch_values, dtype=jnp.uint8)
         lane = Lane(
             patches_NU=patches,
             later_NU=patches,
-            any_later=shape(dtype=jnp.bool_),
-            coords_N2=shape(rung, 2),
-            segment_N=shape(rung),
-            window_N=shape(rung) if vision.window_patches else None,
-            size_N2=shape(rung, 2) if vision.position_side else None,
-            slot_M=shape(rung // MERGED_PATCHES),
+            any_later=self._shape(dtype=jnp.bool_),
+            coords_N2=shape(2),
+            segment_N=shape(),
+            window_N=shape() if vision.window_patches else None,
+            size_N2=shape(2) if vision.position_side else None,
+            slot_M=self._shape(lane_rows(rung, vision) * self._backend.num_shards),
         )
         return steps.encode_step.lower(
             self._encoder, self._backend, self.params["vision"], self.arena, lane
@@ -150,6 +156,11 @@ class Lowering:
             self._shape(UPLOAD_ROWS, self._row_width, dtype=jnp.float32),
             self._shape(UPLOAD_ROWS),
         )
+
+    def score(self) -> jax.stages.Lowered:
+        """Lower the score step."""
+        rows = self._shape(SCORE_ROWS)
+        return steps.score_step.lower(self._backend, self._width, self.arena, rows, rows)
 
     def prime(self) -> jax.stages.Lowered:
         """Lower the prime step."""
@@ -169,7 +180,10 @@ class Lowering:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self._backend.sharding(spec))
 
 
-def patch_spec(num_patches: int, backend: Backend) -> PartitionSpec:
-    """How a lane's patches lie on their way in: whole on one host, in parts on several."""
-    one_host = jax.process_count() == 1
-    return WHOLE if one_host or num_patches % backend.num_shards else PATCHES
+def step_layout(sizes: Sizes, vocab_size: int, num_tokens: int) -> StepLayout:
+    """Layout of the smallest bucket with `num_tokens`."""
+    rung = sizes.buckets.step_tokens(num_tokens)
+    words = mask_words(vocab_size)
+    return StepLayout(
+        rung, sizes.max_running, sizes.num_table_pages, words, both_ways=sizes.whole_items
+    )

@@ -26,3 +26,11 @@ def layer_norm(
     variance_T1 = jnp.mean(centred_TD * centred_TD, axis=-1, keepdims=True)
     y_TD = centred_TD * lax.rsqrt(variance_T1 + eps)
     return (y_TD * scale_D.astype(jnp.float32) + bias_D.astype(jnp.float32)).astype(x_TD.dtype)
+
+
+def offset_rms_norm(
+    x_TD: Float[Array, "*T D"], offset_D: Float[Array, " D"], eps: float
+) -> Float[Array, "*T D"]:
+    """`rms_norm` whose scale is 1 plus a weight, multiplied before the result is rounded."""
+    wide_TD = x_TD.astype(jnp.float32)
+    return rms_norm(wide_TD, 1.0 + offset_D.astype(jnp.float32), eps).astype(x_TD.dtype)

@@ -15,9 +15,9 @@ from jaxmm.device.backend import Backend
 from jaxmm.device.executables import Executables
 from jaxmm.device.lane import Lane
 from jaxmm.device.ledger import CompileLedger
-from jaxmm.device.lowering import PRIME_IDS, UPLOAD_ROWS, Lowering, patch_spec
+from jaxmm.device.lowering import PRIME_IDS, SCORE_ROWS, UPLOAD_ROWS, Lowering
 from jaxmm.device.sampling import Sampled
-from jaxmm.device.sharding import WHOLE, param_spec
+from jaxmm.device.sharding import LANES, WHOLE, param_spec
 from jaxmm.host.batch import StepBatch, StepLayout
 from jaxmm.host.lanes import EncodeBatch
 from jaxmm.models.config import ModelConfig
@@ -58,14 +58,14 @@ class Runner:
         self._lowering = Lowering(model, sizes, dtype, backend, twin=twin)
         self._has_twin = twin
         self._sizes = sizes
-        self._backend = backend
+        self.backend = backend
         self._params: steps.Params = {}
         self._single: Any = None  # the text weights for a step of one token
         self._kv_pages = jax.tree.map(_zeros, self._lowering.kv_pages)
         self._arena = _zeros(self._lowering.arena)
         self._state = jax.tree.map(_zeros, self._lowering.state)  # `init_state` is all zeros
         self._no_masks = _zeros(self._lowering.masks)
-        fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}|{backend}|{twin}"
+        fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}|{backend}|{twin}|{_wiring(backend)}"
         self._executables = Executables(ledger, compile_cache_dir, fingerprint, backend.devices)
 
     def layout(self, num_tokens: int) -> StepLayout:
@@ -76,6 +76,11 @@ class Runner:
         """Take the weights, `{"vision": …, "text": …}` as `load_params` gives them."""
         self._params = params
         self._single = make_twin(params["text"]) if self._has_twin else params["text"]
+
+    def place_copy(self, params: steps.Params) -> None:
+        """Take a copy of the weights that another replica has, straight from its chips."""
+        where = jax.tree.map(lambda shape: shape.sharding, self._lowering.params)
+        self.place(jax.device_put(params, where))
 
     def place_param(self, stored: Stored) -> jax.Array:
         """Send one parameter to the device, each chip its part; only parts of chips here are read.
@@ -111,32 +116,26 @@ class Runner:
     def num_executables(self) -> int:
         return len(self._executables)
 
-    def encode(self, lane: EncodeBatch) -> None:
-        """Encode a lane into the arena."""
-        run = self._executables["encode", lane.patches.shape[0]]
-        rest = (lane.coords, lane.segment, lane.window, lane.sizes, lane.slots)
-        spec = patch_spec(lane.patches.shape[0], self._backend)
-        patches, any_later = (
-            self._put(lane.patches, spec),
-            self._put(np.bool_(lane.later is not None)),
-        )
-        # without video the second frames are never read: no second array crosses
-        later = patches if lane.later is None else self._put(lane.later, spec)
-        placed = Lane(patches, later, any_later, *self._put(rest))
-        self._arena = run(self._params["vision"], self._arena, placed)
+    def was_run(self, step: str, size: int) -> bool:
+        """Whether the executable of a bucket was ever run; `step` is "language" or "encode"."""
+        return self._executables.was_used((step, size))
 
-    def patch_rows(self, shape: tuple[int, ...]) -> dict[int, list[slice]]:
-        """Rows of a lane's patches that the chips of each process take, by process id."""
-        sharding = self._backend.sharding(patch_spec(shape[0], self._backend))
-        assert sharding is not None, "many processes have a mesh"
-        rows: dict[int, list[slice]] = {}
-        device: Any
-        for device, block in sharding.devices_indices_map(shape).items():
-            start, stop, _ = block[0].indices(shape[0])
-            mine = rows.setdefault(device.process_index, [])
-            if slice(start, stop) not in mine:
-                mine.append(slice(start, stop))
-        return rows
+    def is_ready(self, step: str, size: int) -> bool:
+        """Whether the executable of a bucket is there, not still being read from the cache."""
+        return self._executables.is_ready((step, size))
+
+    def encode(self, lanes: EncodeBatch) -> None:
+        """Encode a lane on each chip into the arena."""
+        run = self._executables["encode", len(lanes.patches) // self.backend.num_shards]
+        patches = self._put(lanes.patches, LANES)
+        # without video the second frames are never read: no second array crosses
+        later = patches if lanes.later is None else self._put(lanes.later, LANES)
+        coords, segment, window, sizes = self._put(
+            (lanes.coords, lanes.segment, lanes.window, lanes.sizes), LANES
+        )
+        any_later, slots = self._put((np.bool_(lanes.later is not None), lanes.slots))
+        placed = Lane(patches, later, any_later, coords, segment, window, sizes, slots)
+        self._arena = run(self._params["vision"], self._arena, placed)
 
     def upload(self, rows: npt.NDArray[np.float32], slots: npt.NDArray[np.int32]) -> None:
         """Put rows that a caller gave, float32[M, D], into the arena's slots, however many."""
@@ -149,6 +148,21 @@ class Runner:
             where = np.full(UPLOAD_ROWS, self._sizes.num_rows, np.int32)  # filler: the last row
             where[: len(part)] = slots[here]
             self._arena = run(self._arena, *self._put((padded, where)))
+
+    def score(self, before: npt.NDArray[np.int32], after: npt.NDArray[np.int32]) -> list[jax.Array]:
+        """Compare arena rows pair by pair, however many; `read_scores` reads the result."""
+        run = self._executables["score", 0]
+        scores: list[jax.Array] = []
+        for start in range(0, len(before), SCORE_ROWS):
+            pair = np.full((2, SCORE_ROWS), -1, np.int32)
+            stop = min(start + SCORE_ROWS, len(before))
+            pair[:, : stop - start] = before[start:stop], after[start:stop]
+            scores.append(run(self._arena, *self._put((pair[0], pair[1]))))
+        return scores
+
+    def read_scores(self, scores: list[jax.Array]) -> npt.NDArray[np.float32]:
+        """Wait for what `score` gave: float32, one for each pair, and filler."""
+        return np.concatenate(jax.device_get(scores))
 
     def step(self, batch: StepBatch) -> Sampled:
         """Run a language step; the rows asked for come back in order, those after are filler."""
@@ -198,14 +212,20 @@ class Runner:
 
     def _put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
         """Send arrays to the chips; those of other processes get theirs from there."""
-        sharding = self._backend.sharding(spec)
+        sharding = self.backend.sharding(spec)
         if sharding is None or sharding.is_fully_addressable:
             return jax.device_put(tree, sharding)
         return jax.tree.map(partial(_own_parts, sharding=sharding), tree)
 
     def param_sharding(self, path: ParameterPath) -> NamedSharding | None:
         """Where the parameter at a path lies; None: on the one device."""
-        return self._backend.sharding(param_spec(path))
+        return self.backend.sharding(param_spec(path))
+
+
+def _wiring(backend: Backend) -> list[int]:
+    """Chips whose links a compiler may have built on: only theirs is the executable then."""
+    linked = backend.num_shards > 1 and jax.default_backend() == "tpu"
+    return [device.id for device in backend.devices] if linked else []
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:

@@ -2,7 +2,8 @@
 
 Every array name ends in its axis letters (`qkv_OD`), so a name says how the array is split. What is
 split over chips follows Megatron-LM (arXiv:1909.08053, section 3): heads, the MLP's inner width and
-the vocabulary; residuals are whole on every chip, and two sums a layer put them together.
+the vocabulary; of experts each chip has some, whole. Residuals are whole on every chip, and two
+sums a layer put them together.
 """
 
 from jax.sharding import PartitionSpec
@@ -13,6 +14,7 @@ MESH_AXIS = {
     "K": "model",  # KV heads
     "O": "model",  # outputs of the fused projection, grouped by KV head
     "V": "model",  # vocabulary
+    "Z": "model",  # experts
 }
 """Axis letter -> mesh axis; letters that are not here are whole on every chip."""
 
@@ -20,9 +22,8 @@ WHOLE = PartitionSpec()
 """On every chip, whole."""
 
 
-PATCHES = PartitionSpec("model")
-"""Patches of a lane on their way to the chips of several hosts: each host has only its part of
-them, and the chips put them together, faster than the hosts could send them to each other."""
+LANES = PartitionSpec("model")
+"""What a chip encodes: of several lanes behind each other each chip has one."""
 
 
 def spec_of(letters: str) -> PartitionSpec:
@@ -41,6 +42,6 @@ def spec_of(letters: str) -> PartitionSpec:
 def param_spec(path: tuple[str | int, ...]) -> PartitionSpec:
     """How the parameter at a path such as `("text", "layers", 0, "qkv_OD")` is split.
 
-    The encoder is whole on every chip, and every chip encodes the same lane.
+    The encoder is whole on every chip, and every chip encodes a lane of its own.
     """
     return spec_of(str(path[-1]).rpartition("_")[2]) if path[0] == "text" else WHOLE

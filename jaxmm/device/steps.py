@@ -1,4 +1,4 @@
-"""Every jit boundary of jaxmm: encode, upload, language and prime step. Traced.
+"""Every jit boundary of jaxmm: encode, upload, score, language and prime step. Traced.
 
 The steps are compiled ahead of time, one executable for each bucket, and called by bucket; a call
 can therefore never compile by accident. `Executables` keeps the executables and tells the ledger.
@@ -16,7 +16,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int32, UInt32
 
 from jaxmm.device.backend import Backend
-from jaxmm.device.image_rows import ImageRows
+from jaxmm.device.image_rows import ImageRows, change_of_rows
 from jaxmm.device.kv import KVPages, PagedAttention
 from jaxmm.device.lane import Lane
 from jaxmm.device.sampling import (
@@ -27,7 +27,7 @@ from jaxmm.device.sampling import (
     remember,
     sample_rows,
 )
-from jaxmm.device.sharding import WHOLE
+from jaxmm.device.sharding import LANES, WHOLE
 from jaxmm.host.batch import FLOAT_FIELDS, StepLayout
 from kernels_pallas.ragged_paged_attention import Ragged
 from kernels_pallas.scatter_rows import write_rows
@@ -46,19 +46,23 @@ def _encode_step(
     arena: Float[Array, "R ..."],
     lane: Lane,
 ) -> Float[Array, "R ..."]:
-    """Encode one lane of packed images into the arena.
+    """Encode packed images into the arena, on each chip a lane of its own.
 
-    Static: encoder, backend. Donated: arena. Bucketed: N, the lane's patches.
-    The arena's last row takes what padding writes.
+    Static: encoder, backend. Donated: arena. Bucketed: N, the patches of all lanes.
+    Every chip gets the rows of all of them, since it has the whole arena. The arena's last row
+    takes what padding writes.
     """
 
     def encode(params: Params, arena: Array, lane: Lane) -> Array:
         vision = nnx.merge(encoder, params)
-        rows_MX = vision(lane)
+        rows_MX = backend.gathered(vision(lane))
         with jax.named_scope("arena"):
             return write_rows(arena, rows_MX, lane.slot_M, implementation=backend.kernels)
 
-    return backend.per_chip(encode, WHOLE, WHOLE)(params, arena, lane)
+    present = {name for name, x in lane._asdict().items() if x is not None}
+    specs: dict[str, Any] = {name: LANES if "_N" in name else WHOLE for name in present}
+    per_chip = backend.per_chip(encode, (WHOLE, WHOLE, lane._replace(**specs)), WHOLE)
+    return per_chip(params, arena, lane)
 
 
 def _upload_step(
@@ -73,6 +77,20 @@ def _upload_step(
     """
     put = partial(write_rows, implementation=backend.kernels)
     return backend.per_chip(put, WHOLE, WHOLE)(arena, rows_MX, slot_M)
+
+
+def _score_step(
+    backend: Backend,
+    width: int,
+    arena: Float[Array, "R ..."],
+    before_M: Int32[Array, " M"],
+    after_M: Int32[Array, " M"],
+) -> Float[Array, " M"]:
+    """Compare rows of a video's steps; see `change_of_rows`.
+
+    Static: backend, width of the text. M is always the same; -1 is filler.
+    """
+    return backend.whole(change_of_rows(arena, before_M, after_M, width, backend))
 
 
 def _language_step(
@@ -106,6 +124,7 @@ def _language_step(
         counts_B=step["counts_B"],
         lengths_B=step["lengths_B"],
         tables_BQ=step["tables_BQ"],
+        seen_T=step["seen_T"] if layout.both_ways else None,
     )
     attention = PagedAttention.of_step(
         ragged,
@@ -221,6 +240,7 @@ encode_step = jax.jit(
     _encode_step, static_argnames=("encoder", "backend"), donate_argnames=("arena",)
 )
 upload_step = jax.jit(_upload_step, static_argnames=("backend",), donate_argnames=("arena",))
+score_step = jax.jit(_score_step, static_argnames=("backend", "width"))
 language_step = jax.jit(
     _language_step,
     static_argnames=("decoder", "backend", "layout"),

@@ -44,6 +44,8 @@ class StepLayout:
     """Q, pages of the longest request."""
     num_mask_words: int
     """O, words of a token mask."""
+    both_ways: bool = False
+    """Tokens of an item see each other, later ones too."""
 
     @cached_property
     def fields(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:
@@ -88,6 +90,8 @@ class StepLayout:
             "num_banned_B": (b,),
             "banned_BX": (b, MAX_BANNED),
         }
+        if self.both_ways:
+            shapes["seen_T"] = (t,)  # last key that the token sees
         offset, fields = 0, {}
         for name, shape in shapes.items():
             fields[name] = (offset, shape)
@@ -182,6 +186,8 @@ def _write_decodes(batch: StepBatch, plan: Plan, page_size: int) -> None:
     batch["counts_B"][:n] = 1
     batch["lengths_B"][:n] = index + 1
     batch["sample_token_B"][:n] = np.arange(n)
+    if batch.layout.both_ways:
+        batch["seen_T"][:n] = index
 
 
 def _write_extends(batch: StepBatch, plan: Plan, page_size: int) -> None:
@@ -195,6 +201,8 @@ def _write_extends(batch: StepBatch, plan: Plan, page_size: int) -> None:
         batch["positions_AT"][:, here] = sequence.positions(span)
         batch["kv_slot_T"][here] = pages[index // page_size] * page_size + index % page_size
         batch["tables_BQ"][b, : len(pages)] = pages
+        if batch.layout.both_ways:
+            batch["seen_T"][here] = sequence.last_seen(span)
         batch["starts_B"][b] = t
         batch["counts_B"][b] = len(span)
         batch["lengths_B"][b] = span.stop

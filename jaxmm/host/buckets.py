@@ -12,7 +12,7 @@ from jaxmm.errors import ConfigError, MediaTooLarge
 
 _DENSE_FROM = 128  # tokens from which rungs no longer double, on machines where padding is dear
 _FINE_STEP, _TOKEN_STEP = 32, 64  # their distance below _COARSE_FROM, and from there on
-_COARSE_FROM = 320
+_COARSE_FROM = 512
 _MIDDLE = 96  # a rung between 64 and 128
 _PATCH_ALIGN = 64  # a window of 8 x 8 patches
 _LARGE_LANE = 1024  # patches from which an eighth of padding would be felt
@@ -29,7 +29,7 @@ def token_rungs(low: int, high: int, *, dense: bool) -> tuple[int, ...]:
     Args:
         low: Lowest rung.
         high: Highest rung at least; rounded up to a rung.
-        dense: Rungs 32 apart from 128 up, 64 apart from 320 up (for devices without idle
+        dense: Rungs 32 apart from 128 up, 64 apart from 512 up (for devices without idle
             compute); else powers of two.
     """
     rungs, rung = [], 1
@@ -71,6 +71,24 @@ def patch_rungs(low: int, high: int, *, dense: bool, align: int = _PATCH_ALIGN) 
     return tuple(rungs)
 
 
+def tile_rungs(
+    tile: int, low: int, high: int, *, dense: bool, align: int, least: int = 2
+) -> tuple[int, ...]:
+    """Rungs of lane patches for pictures of equal tiles: `patch_rungs` of tiles.
+
+    Args:
+        tile: Patches of a tile.
+        low: Patches of the lowest rung at least.
+        high: Patches of the highest rung at least.
+        dense: As for `patch_rungs`.
+        align: What every rung is a multiple of.
+        least: Tiles of the smallest picture.
+    """
+    fewest = max(least, -(-low // tile))
+    tiles = patch_rungs(fewest, max(fewest, -(-high // tile)), dense=dense, align=1)
+    return tuple(round_up(n * tile, align) for n in tiles)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
     """The two ladders of one engine."""
@@ -104,5 +122,6 @@ class Buckets:
 
     @property
     def num_executables(self) -> int:
-        """Executables that warm-up makes: each rung of both ladders, prime and upload step."""
-        return len(self.tokens) + len(self.patches) + 2
+        """Executables that warm-up makes: each rung of both ladders, prime, upload
+        and score step."""
+        return len(self.tokens) + len(self.patches) + 3

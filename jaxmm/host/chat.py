@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +16,16 @@ from jaxmm.host.messages import Turn, read_messages, read_text
 from jaxmm.host.special_tokens import SpecialTokens, unused_character
 from jaxmm.host.token_bytes import bytes_of_tokens
 from jaxmm.host.tool_turns import calls_as_text, tools_as_text
-from jaxmm.host.tools import read_tools, tools_text
+from jaxmm.host.tools import Tool, read_tools, tools_text
 
 _PLACEHOLDERS = {Modality.IMAGE: "<|image_pad|>", Modality.VIDEO: "<|video_pad|>"}
 """Spelling of the tokens that mark an item's place, where config.json does not name them."""
 _PROBE = "probe"
+
+Piece = str | int | Modality
+"""A text, encoded on its own; the id of a special token; or the place of an item."""
+ChatForm = Callable[[Sequence[Turn]], Iterable[Piece]]
+"""A conversation's pieces, for a family whose files hold no template."""
 
 
 class EncodedChat(NamedTuple):
@@ -43,23 +48,22 @@ class ChatTokenizer:
         self,
         tokenizer: Any,
         *,
-        template: str | None,
+        template: str | ChatForm | None,
         placeholders: Mapping[Modality, str] = _PLACEHOLDERS,
-        eos_ids: Sequence[int] = (),
     ) -> None:
         """Take over a transformers tokenizer; its backend is changed and must not be shared.
 
         Args:
             tokenizer: One with a `tokenizers` backend.
-            template: Jinja source; None for a checkpoint without one.
+            template: Jinja source, or a family's own form; None for a checkpoint without either.
             placeholders: Spelling of the token that marks an item's place, by what the item is.
-            eos_ids: Ids that end an answer.
 
         Raises:
             ModelError: The tokenizer cannot be used for chat; the message says why.
         """
         self._tokenizer = tokenizer
-        self._template = template
+        self._template = template if isinstance(template, str) else None
+        self._form = None if isinstance(template, str) else template
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -71,7 +75,6 @@ class ChatTokenizer:
             for kind, token in placeholders.items()
             if token in self._specials.ids
         }
-        self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self.special_ids: frozenset[int] = frozenset(self._specials.ids.values())
         self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         """One more than the largest id. Embeddings may have more rows: never sample those."""
@@ -81,8 +84,20 @@ class ChatTokenizer:
         self._takes_calls = self._shows_calls()
 
     @classmethod
-    def from_checkpoint(cls, directory: str | Path) -> "ChatTokenizer":
+    def from_checkpoint(
+        cls,
+        directory: str | Path,
+        *,
+        image_token: str = "",
+        rewrite: Callable[[str], str] = lambda template: template,
+    ) -> "ChatTokenizer":
         """Load a Hugging Face directory; needs no torch and no network.
+
+        Args:
+            directory: With the tokenizer, its template, and config.json.
+            image_token: Spelling of the token that marks an image's place; empty: the one that
+                config.json names.
+            rewrite: What a family makes of the template.
 
         Raises:
             ModelError: No tokenizer there, or one that cannot be used.
@@ -102,11 +117,12 @@ class ChatTokenizer:
             token_id = config.get(f"{kind.value}_token_id")
             token = None if token_id is None else tokenizer.convert_ids_to_tokens(token_id)
             placeholders[kind] = token or placeholders[kind]
+        placeholders[Modality.IMAGE] = image_token or placeholders[Modality.IMAGE]
+        template = _find_template(directory, tokenizer)
         return cls(
             tokenizer,
-            template=_find_template(directory, tokenizer),
+            template=None if template is None else rewrite(template),
             placeholders=placeholders,
-            eos_ids=_find_eos_ids(directory, config, tokenizer),
         )
 
     def encode_chat(
@@ -123,23 +139,20 @@ class ChatTokenizer:
             PlaceholderError: The template does not place each image and video once, in order.
             RequestError: No template, or messages that it cannot take.
         """
-        if self._template is None:
+        if self._template is None and self._form is None:
             raise RequestError(
                 "this model has no chat template; send a raw prompt, or add chat_template.jinja "
                 "to its directory"
             )
         turns, listed = read_messages(messages), read_tools(tools)
-        texts = [text for turn in turns for text in turn.texts]
-        mark = unused_character([self._template, tools_text(listed), *texts])
         if not self._takes_calls:
             turns = calls_as_text(turns)
         if listed and not self._takes_tools:
             turns, listed = tools_as_text(turns, listed), ()
-        rendered = self._render(
-            [self._message(turn, mark) for turn in turns],
-            [self._shielded(tool.definition, mark) for tool in listed],
-        )
-        ids, slots = self._encode(rendered, mark)
+        if self._form is not None:
+            ids, slots = self._encode_pieces(self._form(turns))
+        else:
+            ids, slots = self._encode_template(turns, listed)
         wanted = [kind for turn in turns for kind in turn.modalities]
         placed = [self._kinds[ids[slot]] for slot in slots]
         for kind in _PLACEHOLDERS:
@@ -160,7 +173,7 @@ class ChatTokenizer:
         """
         self.encode_plain(read_text("the prompt", text))
         # again, with what the tokenizer itself puts around a text (a beginning-of-text id)
-        return np.array(self._backend.encode(text, add_special_tokens=True).ids, np.int64)
+        return np.array(self._ids(text, add_special_tokens=True), np.int64)
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of a text in the middle of a prompt.
@@ -168,7 +181,7 @@ class ChatTokenizer:
         Raises:
             RequestError: It cannot be encoded without a special token.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        ids = self._ids(text)
         if not self.special_ids.isdisjoint(ids):
             raise RequestError("a text spells a special token that cannot be encoded as plain text")
         return ids
@@ -181,6 +194,34 @@ class ChatTokenizer:
             ModelError: The tokenizer is not byte-level.
         """
         return bytes_of_tokens(self._backend, self.vocab_size)
+
+    def _encode_template(
+        self, turns: Sequence[Turn], tools: Sequence[Tool]
+    ) -> tuple[list[int], list[int]]:
+        """Ids of a conversation by the Jinja template, and where its placeholders are."""
+        assert self._template is not None, "there is a template"
+        texts = [text for turn in turns for text in turn.texts]
+        mark = unused_character([self._template, tools_text(tools), *texts])
+        rendered = self._render(
+            [self._message(turn, mark) for turn in turns],
+            [self._shielded(tool.definition, mark) for tool in tools],
+        )
+        return self._encode(rendered, mark)
+
+    def _encode_pieces(self, pieces: Iterable[Piece]) -> tuple[list[int], list[int]]:
+        """The same of a family's own form."""
+        places = {kind: token for token, kind in self._kinds.items()}
+        ids: list[int] = []
+        slots: list[int] = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                ids += self.encode_plain(piece)
+            elif isinstance(piece, Modality):
+                slots.append(len(ids))
+                ids.append(places[piece])
+            else:
+                ids.append(piece)
+        return ids, slots
 
     def _message(self, turn: Turn, mark: str) -> dict[str, Any]:
         message = {"role": turn.role, "content": self._content(turn, mark)}
@@ -292,15 +333,22 @@ class ChatTokenizer:
                 ids.append(special)
         return ids, slots
 
+    def _ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Encode, by the one method of the tokenizer that lets other threads run meanwhile: a text
+        of a megabyte takes a second."""
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
     def _check_segmentation(self) -> None:
         """Text between special tokens must encode alone as it does within the whole."""
         text = "a " + " b ".join(self._specials.ids) + " b"
         self._backend.encode_special_tokens = False
-        whole = self._backend.encode(text, add_special_tokens=False).ids
+        whole = self._ids(text)
         self._backend.encode_special_tokens = True
         pieces: list[int] = []
         for stretch, special in self._specials.cut(text):
-            pieces += self._backend.encode(stretch, add_special_tokens=False).ids
+            pieces += self._ids(stretch)
             pieces += [] if special is None else [special]
         if pieces != whole:
             raise ModelError("the tokenizer joins text with special tokens; jaxmm needs them apart")
@@ -327,19 +375,6 @@ def _find_template(directory: Path, tokenizer: Any) -> str | None:
     if legacy is not None and not (directory / "chat_template.jinja").exists():
         return str(legacy)
     return tokenizer.get_chat_template() if tokenizer.chat_template else None
-
-
-def _find_eos_ids(directory: Path, config: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
-    generation = _read_json(directory / "generation_config.json")
-    text_config = config.get("text_config") or {}
-    candidates = (
-        generation.get("eos_token_id"),
-        config.get("eos_token_id"),
-        text_config.get("eos_token_id"),
-        tokenizer.eos_token_id,
-    )
-    found = next((c for c in candidates if c is not None), ())
-    return (found,) if isinstance(found, int) else tuple(found)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

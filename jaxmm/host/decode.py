@@ -37,9 +37,14 @@ class Processor(Protocol):
         """Patches that no picture exceeds."""
 
     def limits(
-        self, min_pixels: int | None = None, max_pixels: int | None = None
+        self,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        *,
+        num_images: int = 1,
     ) -> tuple[int, int]:
-        """Pixel limits of one request; raises RequestError outside the server's."""
+        """Pixel limits of one request of so many pictures, those of earlier turns included; raises
+        RequestError outside the server's."""
 
     def num_rows(self, grid: Grid) -> int:
         """Rows of an item."""

@@ -115,7 +115,8 @@ class DecodePool:
 
         Returns:
             A future that raises RequestError for a picture that cannot be used, MediaError when
-            its worker died of it or did so lately, and Overloaded when no worker can be started.
+            its worker died of it or did so lately, Overloaded when no worker can be started, and
+            DecodeFault for a fault that is not the picture's.
 
         Raises:
             EngineStopped: The pool is closed.
@@ -199,7 +200,9 @@ class DecodePool:
         self, task: dict[str, Any], data: bytes, patience: "_Patience"
     ) -> tuple[dict[str, Any], npt.NDArray[np.uint8]]:
         """Have a worker process a file; its answer, and the patches."""
-        self._quarantine.check(data)
+        kind = "picture" if "image" in task else "video"
+        offence = json.dumps(task).encode(), data
+        self._quarantine.check(*offence)
         worker = self._idle.get()
         try:
             if not worker.is_alive:
@@ -210,15 +213,19 @@ class DecodePool:
                 with self._lock:
                     self._inline_count += 1
             return processed
+        except (errors.JaxmmError, DecodeFault):
+            raise  # the worker has said all that it had to
         except _Unwanted:
             worker = self._replace(worker)
-            raise MediaError("the picture's requests were aborted") from None
+            raise MediaError(f"the {kind}'s requests were aborted") from None
         except (EOFError, OSError) as error:
             how = "took too long" if isinstance(error, TimeoutError) else "ended unexpectedly"
-            self._quarantine.add(data)
+            self._quarantine.add(*offence)
             worker = self._replace(worker)
-            kind = "picture" if "image" in task else "video"
             raise MediaError(f"the {kind} could not be decoded: its process {how}") from None
+        except BaseException:  # half an answer is left, which nobody else must read
+            worker = self._replace(worker)
+            raise
         finally:
             self._idle.put(worker)
 
@@ -236,6 +243,10 @@ class DecodePool:
             self._warned = True
             logger.warning("shared memory refused; patches come by socket, which is slower")
         return worker
+
+
+class DecodeFault(RuntimeError):
+    """A fault of jaxmm's own in a decoding process; the file has nothing to do with it."""
 
 
 class _Unwanted(Exception):
@@ -289,7 +300,12 @@ class _Worker:
     def process(
         self, task: dict[str, Any], data: bytes, patience: _Patience
     ) -> tuple[dict[str, Any], npt.NDArray[np.uint8]]:
-        """Have one file processed; EOFError or OSError when the worker is lost."""
+        """Have one file processed.
+
+        Raises:
+            RequestError, DecodeFault: The worker's answer.
+            EOFError, OSError: The worker is lost.
+        """
         self._connection.send_bytes(json.dumps(task).encode())
         self._connection.send_bytes(data)
         while not self._connection.poll(_GLANCE_SECONDS):
@@ -297,6 +313,9 @@ class _Worker:
         answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
         if "error" in answer:
             raise _ERRORS[answer["error"]](answer["message"])
+        if "fault" in answer:
+            logger.error("decoding failed error=%s\n%s", answer["fault"], answer["trace"])
+            raise DecodeFault(answer["fault"])
         return answer, self._features(tuple(answer["shape"]), answer["shared"])
 
     def close(self) -> int:

@@ -8,7 +8,8 @@ which takes over this process cannot make the parent unpickle anything. It ends 
                        bytes; per video: JSON {clip: {fps, num_frames, max_pixels}, sizes}, the
                        encoded bytes of the file, or of its frames (sizes tells each one's)
     worker -> parent   JSON {grid_thw, num_rows, identities, timing, shape, shared} and, unless
-                       shared, the patches; or JSON {error, message}
+                       shared, the patches; or JSON {error, message}; or, for a fault that is
+                       not the picture's, JSON {fault, trace}
 """
 
 import itertools
@@ -19,6 +20,7 @@ import pickle
 import resource
 import signal
 import sys
+import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,7 +38,7 @@ from jaxmm.host.decode import (
     process_clip,
     process_image,
 )
-from jaxmm.host.media import Limits
+from jaxmm.host.media import Limits, too_much_memory
 from jaxmm.host.video import Sampling, VideoProcessor
 
 STATM = Path("/proc/self/statm")
@@ -100,7 +102,13 @@ def _answer(connection: Connection, memory: _Memory, setup: Setup) -> None:
     try:
         processed = _process(task, source, setup, memory)
     except RequestError as error:
-        _send(connection, {"error": type(error).__name__, "message": str(error)})
+        _send(connection, _refused(error))
+        return
+    except MemoryError:
+        _send(connection, _refused(too_much_memory()))
+        return
+    except Exception as error:  # noqa: BLE001  # ours: no reason to end, or to refuse the file
+        _send(connection, {"fault": type(error).__name__, "trace": traceback.format_exc()})
         return
     shared = memory.holds(processed.features)
     _send(connection, _header(processed, shared))
@@ -140,6 +148,10 @@ def _header(processed: Processed | ProcessedClip, shared: bool) -> dict[str, obj
         "shape": processed.features.shape,
         "shared": shared,
     }
+
+
+def _refused(error: RequestError) -> dict[str, object]:
+    return {"error": type(error).__name__, "message": str(error)}
 
 
 def _send(connection: Connection, message: dict[str, object]) -> None:

@@ -10,6 +10,7 @@ from jaxmm.host.decodes import Found
 from jaxmm.host.identity import item_identity
 from jaxmm.host.item import Modality
 from jaxmm.host.media_map import Known
+from jaxmm.host.tiles import TileForm
 from jaxmm.request import Embeddings
 
 _FINGERPRINT = b"rows"
@@ -23,6 +24,8 @@ class RowForm(NamedTuple):
     """D: values of one row."""
     merge_size: int
     """Patches by side of what becomes one row."""
+    tiles: TileForm | None = None
+    """Of a family that cuts pictures into tiles."""
 
 
 def read_embeddings(given: Embeddings, form: RowForm) -> Found:
@@ -36,7 +39,7 @@ def read_embeddings(given: Embeddings, form: RowForm) -> Found:
         MediaError: Not floats, not of the model's width, not as many as the grid has, or not
             finite.
     """
-    grid, num_rows = _read_grid(given.grid_thw, form.merge_size)
+    grid, num_rows = _read_grid(given.grid_thw, form)
     rows = _read_rows(given.rows)
     if rows.ndim != 2 or rows.shape[1] != form.width:
         raise MediaError(
@@ -53,17 +56,19 @@ def read_embeddings(given: Embeddings, form: RowForm) -> Found:
     return Found(Known(identity, grid, num_rows), None, rows)
 
 
-def _read_grid(given: Any, merge_size: int) -> tuple[tuple[int, int, int], int]:
+def _read_grid(given: Any, form: RowForm) -> tuple[tuple[int, int, int], int]:
     """The grid and its number of rows."""
     sides = np.asarray(given)
     ok = sides.shape == (3,) and sides.dtype.kind in "iu"
     time, height, width = sides.tolist() if ok else (0, 0, 0)
-    if time != 1 or min(height, width) < 1 or height % merge_size or width % merge_size:
+    side = form.merge_size if form.tiles is None else form.tiles.side
+    if time != 1 or min(height, width) < 1 or height % side or width % side:
         raise MediaError(
             f"grid_thw={given!r} is no grid of a picture: (1, height, width) in patches, "
-            f"both multiples of {merge_size}"
+            f"both multiples of {side}"
         )
-    return (time, height, width), height * width // merge_size**2
+    grid = (time, height, width)
+    return grid, height * width // side**2 if form.tiles is None else form.tiles.num_rows(grid)
 
 
 def _read_rows(given: Any) -> npt.NDArray[np.float32]:

@@ -54,6 +54,12 @@ class Item:
     """Which time step of its video; each is an item of its own."""
     time: int | None = None
     """M-RoPE time from the video's first step on; None: it is numbered as a picture is."""
+    overview_patches: int = 0
+    """Patches of a view of the whole, beside those of the tiles, which `grid_thw` counts."""
+    kept: npt.NDArray[np.int32] | None = None
+    """int32[kept]: rows that have tokens, of a step of a pruned video; None: all."""
+    pruning: bytes = b""
+    """32 bytes: the whole video and the rate, of a step of a pruned video."""
 
     @property
     def continues(self) -> bool:
@@ -62,14 +68,21 @@ class Item:
 
     @property
     def mark(self) -> bytes:
-        """32 bytes for all that decides its tokens' KV behind an equal prefix: the content, and of
-        a later step of a video when it is."""
-        return mark_of(self.identity, self.step, self.time)
+        """32 bytes for all that decides its tokens' KV behind an equal prefix: the content, of
+        a later step of a video when it is, and of a pruned one what is left of it."""
+        mark = mark_of(self.identity, self.step, self.time)
+        return mark if self.kept is None else kept_mark(mark, self.kept, self.pruning)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows that have tokens."""
+        return self.num_rows if self.kept is None else len(self.kept)
 
     @property
     def num_patches(self) -> int:
+        """Patches that the encoder takes."""
         t, h, w = self.grid_thw
-        return t * h * w
+        return t * h * w + self.overview_patches
 
 
 def mark_of(identity: bytes, step: int, time: int | None) -> bytes:
@@ -79,9 +92,17 @@ def mark_of(identity: bytes, step: int, time: int | None) -> bytes:
     return hashlib.sha256(b"jaxmm.step.1" + struct.pack("<q", time) + identity).digest()
 
 
+def kept_mark(name: bytes, kept: npt.NDArray[np.int32], pruning: bytes) -> bytes:
+    """32 bytes for what is left of a step: a name of the step, its rows that have tokens, and the
+    whole video with its rate, which decides where the text after stands."""
+    parts = (name, kept.astype("<i4").tobytes(), pruning)
+    lengths = struct.pack("<3q", *map(len, parts))
+    return hashlib.sha256(b"jaxmm.kept.1" + lengths + b"".join(parts)).digest()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """A request's prompt, expanded: every item row has its token.
+    """A request's prompt, expanded: every item row has its token, but those that were pruned.
 
     All arrays have the length T of the expanded prompt.
     """

@@ -33,6 +33,8 @@ class SchedulerConfig:
     """Pages that open conversations keep from eviction together, as long as nobody needs them."""
     max_sessions: int = 64
     """Conversations that keep something."""
+    max_kept_bytes: int = 1 << 30
+    """Of the processed pictures that they keep."""
     whole_items: bool = False
     """The model attends both ways inside an item: no chunk may end there."""
 
@@ -83,10 +85,11 @@ def _check_length(sequence: Sequence, limit: int, remedy: str) -> None:
     num_tokens = sequence.prompt.num_tokens
     if num_tokens + 1 <= limit:
         return
-    rows = sum(item.num_rows for item in sequence.prompt.items)
+    rows = sum(item.num_tokens for item in sequence.prompt.items)
     raise PromptTooLong(
-        f"prompt has {num_tokens} tokens, {rows} of them from images; the limit is {limit - 1}, "
-        f"to leave room for output. Shorten it, send smaller images, or {remedy}."
+        f"prompt has {num_tokens} tokens, {rows} of them from images and videos; the "
+        f"limit is {limit - 1}, to leave room for output. Shorten it, send smaller images, or "
+        f"{remedy}."
     )
 
 

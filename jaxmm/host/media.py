@@ -53,7 +53,7 @@ class Limits(NamedTuple):
 
 
 def read_source(source: Any, limits: Limits) -> bytes | Image.Image | npt.NDArray[np.uint8]:
-    """Read a path into bytes and check the type of everything else.
+    """Read the path of a picture or video into bytes, and check the type of everything else.
 
     A `str` is refused: it would be a path to one caller and a URL to another.
 
@@ -69,8 +69,8 @@ def read_source(source: Any, limits: Limits) -> bytes | Image.Image | npt.NDArra
     if isinstance(source, (Image.Image, np.ndarray)):
         return source
     raise MediaError(
-        f"a {type(source).__name__} is no picture source; pass bytes, a pathlib.Path, "
-        "a PIL image or a uint8 array [height, width, 3]"
+        f"a {type(source).__name__} is no picture or video source; pass bytes, a pathlib.Path, "
+        "and of a picture also a PIL image or a uint8 array [height, width, 3]"
     )
 
 
@@ -127,8 +127,8 @@ def read_content(source: Any, limits: Limits) -> bytes | npt.NDArray[np.uint8]:
 def too_much_memory() -> MediaTooLarge:
     """For an allocation that failed, in a decoding process at its limit."""
     return MediaTooLarge(
-        "the picture takes more memory than decoding may use; "
-        "send a smaller one or raise media.worker_memory_bytes"
+        "decoding takes more memory than it may use; "
+        "send a smaller file or raise media.worker_memory_bytes"
     )
 
 
@@ -136,22 +136,22 @@ def _read_file(path: Path, max_bytes: int) -> bytes:
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
-            raise MediaError("the path names no regular file; pass the path of a picture")
+            raise MediaError("the path names no regular file; pass that of a picture or video")
         _check_bytes(status.st_size, max_bytes)
         with open(path, "rb") as file:
             data = file.read(max_bytes + 1)
     except OSError as error:
-        raise MediaError(f"the picture file cannot be read: {error.strerror}") from None
+        raise MediaError(f"the file cannot be read: {error.strerror}") from None
     _check_bytes(len(data), max_bytes)
     return data
 
 
 def _check_bytes(num_bytes: int, max_bytes: int) -> None:
     if num_bytes == 0:
-        raise MediaError(f"the picture has no bytes; send {_ACCEPTED}")
+        raise MediaError("the file has no bytes; send a picture or a video")
     if num_bytes > max_bytes:
         raise MediaTooLarge(
-            f"the picture has {num_bytes} bytes; the limit is {max_bytes}. "
+            f"the file has {num_bytes} bytes; the limit is {max_bytes}. "
             "Compress it or raise media.max_bytes."
         )
 

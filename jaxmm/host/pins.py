@@ -1,5 +1,5 @@
-"""Prefixes of open conversations: kept from eviction, within a bound, and given up for work.
-Host only.
+"""What open conversations keep: prefixes that are not evicted, and processed pictures; both within
+bounds, and given up for work. Host only.
 
 A pin is weaker than a lock. Pages of a pinned prefix go after all that is merely cached, but they
 do go when a sequence could not run otherwise: so a pin can delay nobody, and a conversation that
@@ -30,6 +30,7 @@ class Pins:
         cache: PrefixCache,
         max_pages: int,
         max_count: int,
+        max_bytes: int,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -39,11 +40,13 @@ class Pins:
             cache: Whose nodes are pinned.
             max_pages: Pages that all pins hold together at most.
             max_count: Conversations at most, at least one.
+            max_bytes: Of processed pictures, all conversations together.
             clock: Seconds.
         """
         self._cache = cache
         self._max_pages = max_pages
         self._max_count = max_count
+        self._max_bytes = max_bytes
         self._clock = clock
         self._pins: OrderedDict[Keep, _Pin] = OrderedDict()  # oldest use first
         self._next_expiry = math.inf
@@ -63,7 +66,8 @@ class Pins:
     def keep(self, keep: Keep, key: PrefixKey) -> None:
         """Pin what is cached of a conversation in place of what was; of a long one the beginning.
 
-        Others lose theirs, the least recently used first, where the bounds ask for it.
+        Others lose theirs, the least recently used first, where the bounds ask for it. Pictures
+        that are beyond the bound alone are given back at once.
         """
         bound = self._max_pages * self._cache.page_size
         node = self._cache.match(PrefixKey(key.cache_ids[:bound], key.marks, key.salt)).node
@@ -71,6 +75,8 @@ class Pins:
         self._unpin(keep)
         self._pins[keep] = _Pin(node, self._clock() + keep.seconds)
         self._note_expiry()
+        if keep.num_bytes > self._max_bytes:
+            keep.release()
         while len(self._pins) > 1 and self._beyond_bounds():
             self.release_oldest()
 
@@ -105,7 +111,11 @@ class Pins:
             self._cache.unpin(pin.node)
 
     def _beyond_bounds(self) -> bool:
-        return self._cache.num_pinned > self._max_pages or len(self._pins) > self._max_count
+        return (
+            self._cache.num_pinned > self._max_pages
+            or len(self._pins) > self._max_count
+            or sum(keep.num_bytes for keep in self._pins) > self._max_bytes
+        )
 
     def _note_expiry(self) -> None:
         self._next_expiry = min((p.expires_at for p in self._pins.values()), default=math.inf)

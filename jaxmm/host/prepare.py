@@ -102,11 +102,12 @@ class Preparer:
                 picture that cannot be used.
         """
         self.check_count(len(images), "images")
-        pixels = self._processor.limits(min_pixels, max_pixels)
+        pixels = self._processor.limits(min_pixels, max_pixels, num_images=len(images))
         hashes = parse_caller_hashes(mm_hashes, len(images))
         found = self._find_all(images, pixels, salt, gone)
         return tuple(
-            _item(one, caller_hash, salt) for one, caller_hash in zip(found, hashes, strict=True)
+            _item(one, caller_hash, salt, self._row_form)
+            for one, caller_hash in zip(found, hashes, strict=True)
         )
 
     def check_count(self, num_items: int, noun: str) -> None:
@@ -204,6 +205,7 @@ class Preparer:
         *,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
+        num_images: int = 1,
         salt: str = "",
         gone: Gone | None = None,
     ) -> npt.NDArray[np.uint8]:
@@ -214,6 +216,7 @@ class Preparer:
             item: Made by `prepare_items`.
             min_pixels: Lower pixel limit of the request.
             max_pixels: Upper pixel limit of the request.
+            num_images: Pictures of the request.
             salt: The tenant.
             gone: When done, the wait ends with EngineStopped.
 
@@ -223,7 +226,7 @@ class Preparer:
         Raises:
             MediaError: The picture cannot be used, or is not the item's: it has changed.
         """
-        pixels = self._processor.limits(min_pixels, max_pixels)
+        pixels = self._processor.limits(min_pixels, max_pixels, num_images=num_images)
         data = source.source if isinstance(source, KeptPicture) else source
         content = read_content(data, self._limits)
         key = media_key(content, self._processor.fingerprint, pixels, salt)
@@ -232,7 +235,7 @@ class Preparer:
         if known != Known(item.identity, item.grid_thw, item.num_rows) or features is None:
             raise MediaError("the picture has changed since its request came; send it again")
         if isinstance(source, KeptPicture):
-            source.take(found)
+            source.take(found, pixels)
         return features
 
     def prompt(
@@ -320,7 +323,7 @@ class Preparer:
             with _naming("image", index, len(images)):
                 one = wait(begun) if isinstance(begun, Future) else begun
                 if isinstance(image := images[index], KeptPicture):
-                    image.take(one)
+                    image.take(one, pixels)
                 found.append(one)
         return found
 
@@ -328,7 +331,7 @@ class Preparer:
         self, image: Any, pixels: tuple[int, int], salt: str, gone: Gone | None
     ) -> Found | Future[Done]:
         if isinstance(image, KeptPicture):
-            return image.found or self._start(image.source, pixels, salt, gone)
+            return image.kept(pixels) or self._start(image.source, pixels, salt, gone)
         if isinstance(image, Embeddings):
             return read_embeddings(image, self._row_form)
         content = read_content(image, self._limits)
@@ -345,7 +348,7 @@ def _naming(noun: str, index: int, count: int) -> Iterator[None]:
         raise type(error)(f"{noun} {index + 1} of {count}: {error}") from None
 
 
-def _item(found: Found, caller_hash: bytes | None, salt: str) -> Item:
+def _item(found: Found, caller_hash: bytes | None, salt: str, form: RowForm) -> Item:
     known = found.known
     assert isinstance(known, Known), "a picture's key gave a video"
     name = known.identity if caller_hash is None else caller_identity(caller_hash, salt)
@@ -357,6 +360,7 @@ def _item(found: Found, caller_hash: bytes | None, salt: str) -> Item:
         num_rows=known.num_rows,
         identity=known.identity,
         sentinels=sentinels_for(name),
+        overview_patches=0 if form.tiles is None else form.tiles.patches,
     )
 
 

@@ -10,11 +10,12 @@ from jaxmm.errors import MediaError
 
 
 class Quarantine:
-    """Remembers such files by their SHA-256; thread-safe.
+    """Remembers such files, and what was asked of them, by SHA-256; thread-safe.
 
     A process is replaced in a fraction of a second, so that one bad file costs little; the same
     file sent over and over would cost a process each time. It is forgotten after a while, because
-    it may have been innocent: the system may have ended the process for reasons of its own.
+    it may have been innocent: the system may have ended the process for reasons of its own. What
+    one caller asks of a file, hundreds of its frames say, is no offence of what another asks.
     """
 
     def __init__(
@@ -35,8 +36,12 @@ class Quarantine:
         self._until: OrderedDict[bytes, float] = OrderedDict()
         self._lock = threading.Lock()
 
-    def check(self, data: bytes) -> None:
+    def check(self, task: bytes, data: bytes) -> None:
         """Let a file pass.
+
+        Args:
+            task: What is asked of it.
+            data: Its bytes.
 
         Raises:
             MediaError: It is refused; says for how many more seconds.
@@ -45,7 +50,7 @@ class Quarantine:
             self._forget()
             if not self._until:
                 return  # the usual case, at no cost
-        digest = hashlib.sha256(data).digest()
+        digest = _digest(task, data)
         with self._lock:
             left = self._until.get(digest, 0.0) - self._clock()
         if left > 0:
@@ -54,9 +59,9 @@ class Quarantine:
                 f"it is refused for {left:.0f} more seconds"
             )
 
-    def add(self, data: bytes) -> None:
-        """Refuse a file from now on."""
-        digest = hashlib.sha256(data).digest()
+    def add(self, task: bytes, data: bytes) -> None:
+        """Refuse a file for a task from now on."""
+        digest = _digest(task, data)
         with self._lock:
             self._until[digest] = self._clock() + self._seconds
             self._until.move_to_end(digest)
@@ -74,3 +79,10 @@ class Quarantine:
         now = self._clock()
         while self._until and next(iter(self._until.values())) <= now:
             self._until.popitem(last=False)
+
+
+def _digest(task: bytes, data: bytes) -> bytes:
+    digest = hashlib.sha256(len(task).to_bytes(8))
+    digest.update(task)
+    digest.update(data)
+    return digest.digest()

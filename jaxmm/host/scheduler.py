@@ -12,11 +12,12 @@ or held by a newer one that can be retracted.
 import dataclasses
 import logging
 from bisect import insort
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from operator import attrgetter
 
 from jaxmm.errors import Overloaded, RequestError
-from jaxmm.host.arena import Arena
+from jaxmm.host.arena import Arena, RowKey
 from jaxmm.host.item import Item
 from jaxmm.host.kept import Keep
 from jaxmm.host.limits import SchedulerConfig, check_fits, output_limit
@@ -25,8 +26,10 @@ from jaxmm.host.pins import Pins
 from jaxmm.host.plan import Draft, Plan
 from jaxmm.host.prefix_cache import PrefixCache
 from jaxmm.host.residency import Residency
+from jaxmm.host.router import Offer
+from jaxmm.host.scoring import Scorings
 from jaxmm.host.sequence import Sequence, Status
-from jaxmm.host.sharing import is_being_computed, num_usable
+from jaxmm.host.sharing import is_being_computed, num_shared_soon, num_usable
 from jaxmm.host.staging import Shortage, ask_for_features, stage_chunk
 from jaxmm.host.waiting import WaitingQueue, is_entitled, overtake
 from jaxmm.request import FinishReason
@@ -72,7 +75,10 @@ class Scheduler:
         self._pool = pool
         self._cache = prefix_cache
         self._arena = arena
-        self.pins = Pins(prefix_cache, config.max_pinned_pages, config.max_sessions)
+        self.pins = Pins(
+            prefix_cache, config.max_pinned_pages, config.max_sessions, config.max_kept_bytes
+        )
+        self.scorings = Scorings(arena)
         self._residency = Residency(pool, prefix_cache, self.pins, arena, config.max_running)
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # in order of arrival
@@ -82,8 +88,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished; `plan` may still give None while one waits."""
-        return bool(self._requests)
+        """Whether any sequence is unfinished, or a video waits for its scores; `plan` may still
+        give None while one waits."""
+        return bool(self._requests or self.scorings)
 
     @property
     def num_running(self) -> int:
@@ -99,6 +106,37 @@ class Scheduler:
         going = [s for s in self._running if s.num_sampled < s.max_output]
         awaiting = [s.awaits_token for s in going if s.num_computed >= s.extend_stop]
         return bool(awaiting) and all(awaiting)
+
+    def offer(self, sequence: Sequence) -> Offer:
+        """What there is for a sequence that has not been added; changes nothing."""
+        cached = self._num_usable(sequence)
+        unread = [s for s in self._running if s.num_computed < s.extend_stop]
+        unread += [*self._extended, *self._waiting.window()]
+        cached = num_shared_soon(sequence, cached, unread, self.config.page_size)
+        rows = sum(
+            sequence.prompt.items[i].num_rows
+            for i in sequence.items_after(cached)
+            if RowKey.of(sequence.prompt.items[i], sequence.salt) in self._arena
+        )
+        taken = len(self._running) + len(self._waiting)
+        return Offer(cached + rows, self.num_ahead, taken >= self.config.max_running)
+
+    def offer_rows(self, items: Several[Item], salt: str) -> Offer:
+        """What there is for items that shall be encoded and compared; changes nothing."""
+        rows = sum(item.num_rows for item in items if RowKey.of(item, salt) in self._arena)
+        return Offer(rows, self.num_ahead, is_full=False)
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens still to compute for what has been added: prompts, and a bounded part of output,
+        whose length is not known."""
+        unfinished = [s for siblings in self._requests.values() for s in siblings]
+        prompts = sum(
+            max(0, s.extend_stop - s.num_computed) if s.status is Status.RUNNING else s.num_known
+            for s in unfinished
+        )
+        expected = self.config.reserve_tokens
+        return prompts + sum(min(expected, s.max_output - s.num_sampled) for s in unfinished)
 
     def add(self, *sequences: Sequence) -> None:
         """Queue sequences, all or none: the `n` completions of one request together.
@@ -134,6 +172,7 @@ class Scheduler:
         for sequence in self._extended:
             if sequence.status is Status.RUNNING:
                 self._residency.settle(sequence)
+        self.scorings.settle()
         draft = Draft(
             tokens_left=self.config.max_step_tokens,
             patches_left=self.config.max_patches_per_step,
@@ -141,6 +180,7 @@ class Scheduler:
         )
         self._plan_decodes(draft)
         self._plan_chunks(draft)
+        self.scorings.plan(draft)
         self._plan_admissions(draft)
         self._extended = [chunk.sequence for chunk in draft.extends]
         plan = draft.build()
@@ -256,7 +296,7 @@ class Scheduler:
             while (  # if an older one gets on, rows will be passed without a retract
                 self._extend(sequence, draft) is Shortage.ROWS
                 and not draft.extends
-                and self._retract_for_rows(sequence)
+                and (self.scorings.yield_rows() or self._retract_for_rows(sequence))
             ):
                 pass
 

@@ -191,6 +191,16 @@ class Sequence:
             rows[start - span.start : stop - span.start] = slots[self.prompt.row_index[start:stop]]
         return rows
 
+    def last_seen(self, span: Span) -> npt.NDArray[np.int32]:
+        """int32[len(span)]: last token that each one sees: of an item that of its span."""
+        last = np.arange(span.start, span.stop, dtype=np.int32)
+        for offset, _ in self.spans_after(span.start):
+            if offset.start >= span.stop:
+                break
+            assert span.start <= offset.start and offset.stop <= span.stop, "an item was cut"
+            last[offset.start - span.start : offset.stop - span.start] = offset.stop - 1
+        return last
+
     def spans_after(self, token: int) -> tuple[tuple[Span, int], ...]:
         """Spans of items that are not over at `token`, each with its item's index."""
         first = bisect_right(self.item_spans, token, key=lambda entry: entry[0].stop)

@@ -38,9 +38,23 @@ def is_being_computed(
     )
 
 
+def num_shared_soon(
+    sequence: Sequence, cached: int, others: Iterable[Sequence], page_size: int
+) -> int:
+    """Count the tokens to read from the prefix cache once one of the others is extended, or the
+    `cached` that it has already.
+
+    Args:
+        others: Sequences that are not all extended yet, running or waiting.
+    """
+    readable = (_num_readable(sequence, other, cached, page_size) for other in others)
+    return max(cached, max(readable, default=0))
+
+
 def _num_readable(sequence: Sequence, other: Sequence, cached: int, page_size: int) -> int:
     """Tokens that a sequence can read once another is extended, if more than `cached`."""
-    stop = min(sequence.num_known - 1, other.extend_stop) // page_size * page_size
+    reached = other.extend_stop or other.num_known
+    stop = min(sequence.num_known - 1, reached) // page_size * page_size
     if stop <= cached:
         return 0
     ours, theirs = sequence.prefix_key(stop), other.prefix_key(stop)

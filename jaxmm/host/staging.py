@@ -93,31 +93,34 @@ def peak_rows(sequence: Sequence, arena: Arena) -> int:
 def _stage_item(sequence: Sequence, index: int, arena: Arena, draft: Draft) -> Shortage:
     if index in sequence.leases:
         return Shortage.NONE
-    item = sequence.prompt.items[index]
-    key = RowKey.of(item, sequence.salt)
+    lease, shortage = lease_rows(sequence.prompt.items[index], sequence.salt, arena, draft)
+    if lease is not None:
+        sequence.leases[index] = lease
+    elif shortage is Shortage.FEATURES:
+        _ask(sequence, index, draft)
+    return shortage
+
+
+def lease_rows(item: Item, salt: str, arena: Arena, draft: Draft) -> tuple[Lease | None, Shortage]:
+    """Lease an item's rows, planning its encode if they are not there.
+
+    Returns:
+        The lease, or None and what is lacking.
+    """
+    key = RowKey.of(item, salt)
     lease = arena.lookup(key)
-    if lease is None:
-        if not _has_content(item):
-            _ask(sequence, index, draft)
-            return Shortage.FEATURES
-        if not draft.can_encode(item):
-            return Shortage.PATCHES
-        lease = _encode(item, key, sequence, arena, draft)
-        if lease is None:
-            return Shortage.ROWS
-    sequence.leases[index] = lease
-    return Shortage.NONE
-
-
-def _encode(
-    item: Item, key: RowKey, sequence: Sequence, arena: Arena, draft: Draft
-) -> Lease | None:
+    if lease is not None:
+        return lease, Shortage.NONE
+    if not _has_content(item):
+        return None, Shortage.FEATURES
+    if not draft.can_encode(item):
+        return None, Shortage.PATCHES
     try:
         lease = arena.reserve(key)
     except OutOfRows:
-        return None
-    draft.encode(item, lease, sequence)
-    return lease
+        return None, Shortage.ROWS
+    draft.encode(item, lease)
+    return lease, Shortage.NONE
 
 
 def _ask(sequence: Sequence, index: int, draft: Draft) -> None:

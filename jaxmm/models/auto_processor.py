@@ -107,13 +107,18 @@ class AutoImageProcessor:
         return hashlib.sha256(text.encode()).digest()
 
     def limits(
-        self, min_pixels: int | None = None, max_pixels: int | None = None
+        self,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        *,
+        num_images: int = 1,
     ) -> tuple[int, int]:
-        """Pixel limits of one request, within the server's.
+        """Pixel limits of one request, within the server's, however many pictures it has.
 
         Raises:
             RequestError: Limits outside the server's, or any where every picture has one size.
         """
+        del num_images
         upper = self.max_pixels if max_pixels is None else max_pixels
         lower = min(self.min_pixels, upper) if min_pixels is None else min_pixels
         if (lower, upper) == (self.min_pixels, self.max_pixels):

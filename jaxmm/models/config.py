@@ -8,13 +8,51 @@ default of its transformers class may be missing, so each family passes those de
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxmm.errors import ModelError
 from jaxmm.models.json_files import read_json
 from jaxmm.models.tensor_files import tensor_files
 
 Raw = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Keys and values of all heads are made of one narrow row a token (arXiv:2405.04434, §2.1)."""
+
+    rank: int
+    """Channels that keys and values are made of."""
+    nope_channels: int
+    """Channels of a key that are not rotated."""
+    rope_channels: int
+    """Channels that are, the same for all heads."""
+    value_channels: int
+
+    @property
+    def row_channels(self) -> int:
+        """What is kept of a token in the place of keys and values."""
+        return self.rank + self.rope_channels
+
+    @property
+    def query_channels(self) -> int:
+        """Channels of a head's query, before it is led through the keys' projection."""
+        return self.nope_channels + self.rope_channels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindow:
+    """Layers that see only the last tokens, and turn their positions by a base of their own."""
+
+    tokens: int
+    """Keys up to its own that a token sees."""
+    whole_layers: tuple[int, ...]
+    """Layers that see all."""
+    rope_theta: float
+
+    def of_layer(self, layer: int) -> int | None:
+        """Tokens that a layer sees at most; None: all."""
+        return None if layer in self.whole_layers else self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +83,34 @@ class TextConfig:
     expert_width: int = 0
     dense_layers: tuple[int, ...] = ()
     """Layers with one MLP of `mlp_width` in a model that has experts."""
+    shared_width: int = 0
+    """Width of an MLP that every token takes beside its experts; 0: there is none."""
+    expert_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What the router makes of its logits."""
+    expert_bias: bool = False
+    """Experts are chosen by score plus a bias, and weighted by the score alone."""
+    expert_shares: bool = True
+    """The scores of a token's experts are divided by their sum."""
+    expert_scale: float = 1.0
+    """What the experts' output is multiplied by."""
+    latent: LatentAttention | None = None
+    """The KV cache holds one row of `head_channels` a token, as if of one KV head, and no values:
+    they are the row's first channels. None: keys and values."""
+
+    both_ways: bool = False
+    """Tokens of an item see each other, later ones too: an item is never cut, and read from the
+    prefix cache whole or not at all."""
+    sliding: SlidingWindow | None = None
+    """None: every layer sees all."""
+    rope_factor: float = 1.0
+    """What positions are divided by, in layers that see all."""
+    score_divisor: float = 0.0
+    """Scores are divided by its root; 0: by that of the head channels."""
+
+    @property
+    def kv_values(self) -> int:
+        """Values that a layer keeps of one token."""
+        return self.num_kv_heads * self.head_channels * (1 if self.latent else 2)
 
     @property
     def stored_kv_heads(self) -> int:
@@ -87,6 +153,14 @@ class VisionConfig:
     """Side of the square table of learned positions; 0: the family has none."""
     deepstack_layers: tuple[int, ...] = ()
     """Layers whose output becomes one more level of the rows."""
+    tile_side: int = 0
+    """Patches by side of the square tiles that pictures are cut into; 0: they are taken whole."""
+    overview_first: bool = True
+    """With tiles: the rows of the whole picture stand before those of its tiles."""
+    picture_side: int = 0
+    """Patches by side of every picture; 0: pictures have sizes of their own."""
+    pooled: bool = False
+    """The patches of a row are averaged, not laid side by side."""
 
     @property
     def head_channels(self) -> int:
@@ -112,6 +186,7 @@ class ModelConfig:
     vision: VisionConfig
     image_token_id: int
     video_token_id: int
+    """-1 for a family that takes no videos; so with the two ids that follow."""
     vision_start_token_id: int
     vision_end_token_id: int
     eos_token_ids: tuple[int, ...]

@@ -29,7 +29,7 @@ from jaxmm.errors import ModelError
 from jaxmm.models import family_module, read_config
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.json_files import read_json
-from jaxmm.models.loading import insert, open_params
+from jaxmm.models.loading import insert, open_params, parameter_dtype
 from jaxmm.models.stored import Block, Parameter, ParameterPath, Stored
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,11 @@ def convert(source: Path, out: str | Path, dtype: str = "auto", *, progress: boo
     _copy_small_files(source, target, tied=config.text.tied)
     with open_params(source, config, np.float32) as table:
         wanted = np.dtype(_files_dtype(table) if dtype == "auto" else dtype)
-        _save(target / _WEIGHTS, [_cast(stored, wanted) for stored in table], progress)
+        _save(
+            target / _WEIGHTS,
+            [_cast(stored, parameter_dtype(stored.parameter, wanted)) for stored in table],
+            progress,
+        )
     description = {
         "format": _FORMAT,
         "weights": _WEIGHTS,
@@ -115,7 +119,9 @@ def restore_params(
     places = {name: sharding(p.path) or device for name, p in table.items()}
     wanted = {
         name: jax.ShapeDtypeStruct(
-            p.shape, np.dtype(dtype), sharding=places[name] if p == table[name] else None
+            p.shape,
+            parameter_dtype(p, dtype),
+            sharding=places[name] if p == table[name] else None,
         )
         for name, p in stored.items()
     }

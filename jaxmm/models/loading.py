@@ -31,6 +31,7 @@ __all__ = [
     "load_params",
     "open_params",
     "param_shapes",
+    "parameter_dtype",
     "place_params",
 ]
 
@@ -106,7 +107,10 @@ def open_params(
         paths = {path for _, path in sources.values()}
         files = {path: stack.enter_context(open_tensors(path)) for path in paths}
         _check_shapes(table, sources, files)
-        yield [Stored(parameter, np.dtype(dtype), sources, files) for parameter in table]
+        yield [
+            Stored(parameter, parameter_dtype(parameter, dtype), sources, files)
+            for parameter in table
+        ]
 
 
 def param_shapes(
@@ -128,15 +132,24 @@ def param_shapes(
         insert(
             shapes,
             parameter.path,
-            jax.ShapeDtypeStruct(parameter.shape, dtype, sharding=where),
+            jax.ShapeDtypeStruct(
+                parameter.shape, parameter_dtype(parameter, dtype), sharding=where
+            ),
         )
     return shapes
 
 
-def _published_names(files: Mapping[str, Path], rename: Callable[[str], str]) -> Sources:
+def parameter_dtype(parameter: Parameter, dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """What a parameter is kept in where the weights are kept in `dtype`."""
+    return np.dtype(np.float32) if parameter.wide else np.dtype(dtype)
+
+
+def _published_names(files: Mapping[str, Path], rename: Callable[[str], str | None]) -> Sources:
     sources: dict[str, tuple[str, Path]] = {}
     for name, path in files.items():
         published = rename(name)
+        if published is None:
+            continue
         if published in sources:
             raise ModelError(f"{sources[published][0]!r} and {name!r} are the same tensor")
         if not _IGNORED.search(name):

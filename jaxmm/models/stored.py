@@ -48,9 +48,17 @@ class Parameter:
     """The tensors, all of one shape, lie along an axis of their own."""
     flat: bool = True
     """What has more than two axes (a convolution over patches) is flattened to two."""
+    abreast: int = 0
+    """So many matrices at a time, turned (rows to columns), stand side by side in an entry of an
+    axis of their own: experts whose files hold each alone."""
+    wide: bool = False
+    """Kept in float32 whatever the others are."""
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.abreast:
+            rows, columns = self.tensors[0].shape
+            return len(self.tensors) // self.abreast, columns, self.abreast * rows
         rest = self.tensors[0].shape[1:]
         width = (int(np.prod(rest)),) if rest and self.flat else rest
         if self.new_axis:
@@ -119,6 +127,8 @@ class Stored:
         bounds = [(0, n) for n in self.shape]
         if block is not None:
             bounds = [s.indices(n)[:2] for s, n in zip(block, self.shape, strict=True)]
+        if self.parameter.abreast:
+            return self._abreast(*bounds)
         if self.parameter.new_axis:
             first, *rest = bounds
             tensors = self.parameter.tensors[slice(*first)]
@@ -126,6 +136,24 @@ class Stored:
             value = self._rows(runs, rest[1:])
             return value.reshape(len(tensors), -1, *value.shape[1:])
         return self._rows(list(self.parameter.runs(*bounds[0])), bounds[1:])
+
+    def _abreast(
+        self, entries: tuple[int, int], rows: tuple[int, int], columns: tuple[int, int]
+    ) -> npt.NDArray[Any]:
+        """A block of turned matrices that stand side by side."""
+        count, height = self.parameter.abreast, self.parameter.tensors[0].shape[0]
+        shape = (b - a for a, b in (entries, rows, columns))
+        value: npt.NDArray[Any] = np.empty(tuple(shape), self.dtype)
+        for entry in range(*entries):
+            for place in range(count):
+                low = max(columns[0], place * height)
+                high = min(columns[1], (place + 1) * height)
+                if low >= high:
+                    continue
+                tensor = self.parameter.tensors[entry * count + place]
+                part = self._run(tensor, low - place * height, high - place * height, [rows])
+                value[entry - entries[0], :, low - columns[0] : high - columns[0]] = part.T
+        return value
 
     def _rows(
         self, runs: list[tuple[Tensor, int, int]], columns: list[tuple[int, int]]

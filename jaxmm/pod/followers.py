@@ -1,13 +1,13 @@
 """The followers as process 0 sees them: told, watched, and named when one is lost. Host only.
 
-One thread hears them. A follower that closes its connection is lost at once; one that is silent, or
-does not finish a step, within its time; one whose tokens differ when it has told them.
+One thread hears them, for all replicas. A follower that closes its connection is lost at once; one
+that is silent, or does not finish a step, within its time; one whose tokens differ when it has told
+them.
 """
 
 import logging
 import os
 import selectors
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Mapping
 from jaxmm.errors import PeerLost
 from jaxmm.pod.channel import Buffers, Channel
 from jaxmm.pod.messages import Kind
+from jaxmm.pod.track import DONE, REPLICA, OnResult, Track
 
 logger = logging.getLogger(__name__)
 
-DONE = struct.Struct("<Q16s")
-"""A step's number from 0 up, and the digest of the tokens of all steps up to it."""
 LOADING_SECONDS = 300.0
 """Silence of a process that loads and compiles, which can keep its threads from speaking."""
 _PATIENCE_SECONDS = 30.0
@@ -57,10 +56,7 @@ class Followers:
         self._ready: set[int] = set()
         self._serving = False
         self._leaving = False
-        self._began: dict[int, float] = {}
-        self._expected: dict[int, bytes] = {}
-        self._told: dict[int, dict[int, bytes]] = {}
-        self._done = dict.fromkeys(channels, -1)
+        self._tracks: dict[int, Track] = {}
         self.failure: PeerLost | None = None
         self._failed = threading.Event()
         self._closed = False
@@ -76,6 +72,16 @@ class Followers:
             failure = self.failure
         if failure is not None:
             listener(failure)
+
+    def track(
+        self, replica: int, process_ids: Iterable[int], on_result: OnResult | None = None
+    ) -> Track:
+        """The steps of a replica, on those of its processes that are followers; see `Track`."""
+        names = {i: self._channels[i].name for i in process_ids if i in self._channels}
+        track = self._tracks[replica] = Track(
+            replica, names, self.tell_one, self._end_for, on_result
+        )
+        return track
 
     def tell(self, kind: Kind, payload: Buffers = ()) -> None:
         """Send all of them the same.
@@ -94,19 +100,6 @@ class Followers:
             self._channels[process_id].send(kind, payload)
         except PeerLost as error:
             raise self._fail(error) from None
-
-    def began(self, step: int) -> None:
-        """Note when a step was told."""
-        with self._lock:
-            self._began[step] = time.monotonic()
-
-    def finished(self, step: int, digest: bytes) -> None:
-        """Note what process 0 makes of a step's tokens."""
-        with self._lock:
-            self._expected[step] = digest
-            wrong = self._compare(step)
-        if wrong is not None:
-            self._fail(wrong)
 
     def wait_ready(self) -> None:
         """Wait until all have their weights and executables; from then on silence counts.
@@ -134,7 +127,9 @@ class Followers:
         return self.failure
 
     def end(self, reason: str) -> None:
-        """Tell all that the pod ends, as far as they hear it, and stop watching."""
+        """Tell all that the pod ends, as far as they hear it, and stop watching; once is enough."""
+        if self._closed:
+            return
         self._closed = True
         for channel in self._channels.values():
             try:
@@ -179,30 +174,14 @@ class Followers:
         if kind is Kind.READY:
             self._ready.add(process_id)
         elif kind is Kind.DONE:
-            step, digest = DONE.unpack(payload)
-            with self._lock:
-                self._done[process_id] = step
-                self._told.setdefault(step, {})[process_id] = digest
-                wrong = self._compare(step)
-            if wrong is not None:
-                raise wrong
+            replica, step, digest = DONE.unpack(payload)
+            self._tracks[replica].heard_done(process_id, step, digest)
+        elif kind is Kind.RESULT:
+            (replica,) = REPLICA.unpack_from(payload)
+            self._tracks[replica].heard_result(payload[REPLICA.size :])
         elif payload == b"\x01" and not self._leaving:
             self._leaving = True
             self._on_leave(self._channels[process_id].name)
-
-    def _compare(self, step: int) -> PeerLost | None:
-        """Under the lock: compare what is known of a step, and forget it when all have told."""
-        expected, told = self._expected.get(step), self._told.get(step, {})
-        if expected is None:
-            return None
-        for process_id, digest in told.items():
-            if digest != expected:
-                name = self._channels[process_id].name
-                return PeerLost(f"{name} came to other tokens than process 0 by step {step}")
-        if len(told) == len(self._channels):
-            for table in (self._expected, self._told, self._began):
-                table.pop(step, None)
-        return None
 
     def _check_time(self) -> None:
         now = time.monotonic()
@@ -211,12 +190,11 @@ class Followers:
             if now - asked > allowed:
                 name = self._channels[process_id].name
                 raise PeerLost(f"{name} was lost: no word from it for {now - asked:.0f} s")
-        with self._lock:
-            late = min(self._began.items(), default=None)
-            slow = [i for i, done in self._done.items() if late is not None and done < late[0]]
-        if late is not None and slow and now - late[1] > self._step_seconds:
-            names = _listing(self._channels[i].name for i in slow)
-            raise PeerLost(f"{names} did not finish step {late[0]} in {self._step_seconds:g} s")
+        for track in list(self._tracks.values()):
+            track.check_time(self._step_seconds)
+
+    def _end_for(self, error: PeerLost) -> None:
+        self._fail(error)
 
     def _fail(self, error: PeerLost) -> PeerLost:
         """End the pod at the first failure, and give that back.
@@ -238,7 +216,3 @@ class Followers:
             listener(error)
         self.end(str(error))
         return error
-
-
-def _listing(names: Iterable[str]) -> str:
-    return " and ".join(names)

@@ -32,9 +32,13 @@ class Kind(enum.IntEnum):
     ALIVE = 7
     """From a follower: one byte, 1 if it was asked to end."""
     DONE = 8
-    """From a follower: a step's number, and the digest of all tokens up to it."""
+    """From a follower: a replica, a step's number, and the digest of all tokens up to it."""
     READY = 9
     """From a follower: it has its weights and executables. From process 0: all have."""
+    SCORE = 10
+    RESULT = 11
+    """From a follower: a replica that process 0 has no chip of, and what its next step sampled or
+    its next comparison gave."""
 
 
 def pack_step(

@@ -1,6 +1,7 @@
 """Attention of a step's queries over paged keys and values."""
 
 from kernels_pallas.ragged_paged_attention.api import (
+    Latent,
     Ragged,
     StepPlan,
     attend_rows,
@@ -8,9 +9,11 @@ from kernels_pallas.ragged_paged_attention.api import (
     plan_step,
     ragged_paged_attention,
     write_and_attend,
+    write_and_attend_latent,
 )
 
 __all__ = [
+    "Latent",
     "Ragged",
     "StepPlan",
     "attend_rows",
@@ -18,4 +21,5 @@ __all__ = [
     "plan_step",
     "ragged_paged_attention",
     "write_and_attend",
+    "write_and_attend_latent",
 ]

@@ -32,6 +32,18 @@ class Ragged(NamedTuple):
     """Keys of each sequence, those of this step included."""
     tables_BQ: Int32[Array, "B Q"]
     """Pages of each sequence, in order."""
+    seen_T: Int32[Array, " T"] | None = None
+    """Last key of its sequence that each token sees, at least its own; None: its own. Not read of
+    tokens of no sequence; those of one sequence see nothing behind its `lengths_B`."""
+
+
+class Latent(NamedTuple):
+    """How a row that is key and value at once is read."""
+
+    value_channels: int
+    """V: the value is the first so many channels of the row, the key is all of it."""
+    scale: float
+    """Of scores."""
 
 
 class StepPlan(NamedTuple):
@@ -102,6 +114,7 @@ def write_and_attend(
     pages: Float[Array, "P ..."],
     plan: StepPlan,
     *,
+    window: int | None = None,
     implementation: Implementation,
 ) -> tuple[Float[Array, "T H C"], Float[Array, "P ..."]]:
     """Write the keys and values of a step into their pages, and attend from its tokens.
@@ -112,6 +125,7 @@ def write_and_attend(
         v_TKC: Values.
         pages: One layer's pool, pages of `page_shape`; donated.
         plan: `plan_step` for the same implementation.
+        window: Keys up to its own that a token sees at most; None: all.
         implementation: "portable" for CPU and GPU, "pallas" for TPU, "reference" for tests.
 
     Returns:
@@ -124,12 +138,49 @@ def write_and_attend(
         q_TX = lanes.query_rows(q_THC, pages.dtype)
         new_TY = lanes.kv_rows(k_TKC, v_TKC, pages.dtype)
         channels = q_THC.shape[2]
-        out_TX, pages = attend_rows(q_TX, new_TY, pages, plan, channels)
+        out_TX, pages = attend_rows(q_TX, new_TY, pages, plan, channels, window=window)
         return lanes.outputs(out_TX, channels).astype(q_THC.dtype), pages
     kv_TJC = jnp.concatenate([k_TKC, v_TKC], axis=1).astype(pages.dtype)
     pages = kv_update(pages, kv_TJC, plan.slot_T, plan.num_tokens, implementation=implementation)
-    attended_THC = ragged_paged_attention(q_THC, pages, plan.ragged, implementation=implementation)
+    attended_THC = ragged_paged_attention(
+        q_THC, pages, plan.ragged, window=window, implementation=implementation
+    )
     return attended_THC, pages
+
+
+def write_and_attend_latent(
+    q_THC: Float[Array, "T H C"],
+    new_TC: Float[Array, "T C"],
+    pages_P1SC: Float[Array, "P 1 S C"],
+    plan: StepPlan,
+    latent: Latent,
+    *,
+    implementation: Literal["portable", "reference"],
+) -> tuple[Float[Array, "T H V"], Float[Array, "P 1 S C"]]:
+    """`write_and_attend` for pages of one row a token, key and value at once (arXiv:2405.04434).
+
+    Args:
+        q_THC: Queries, not scaled.
+        new_TC: Rows of the step's tokens; every head reads all of them.
+        pages_P1SC: One layer's pool; donated.
+        plan: `plan_step` for the same implementation.
+        latent: How a row is read.
+        implementation: "portable", or "reference" for tests. There is no TPU kernel.
+
+    Returns:
+        Attended values in q's dtype, finite for filler; and the pool.
+    """
+    pages_P1SC = kv_update(
+        pages_P1SC,
+        new_TC[:, None].astype(pages_P1SC.dtype),
+        plan.slot_T,
+        plan.num_tokens,
+        implementation=implementation,
+    )
+    attended_THV = ragged_paged_attention(
+        q_THC, pages_P1SC, plan.ragged, latent=latent, implementation=implementation
+    )
+    return attended_THV, pages_P1SC
 
 
 def attend_rows(
@@ -138,6 +189,8 @@ def attend_rows(
     pages_PKSJ: Float[Array, "P K S J"],
     plan: StepPlan,
     channels: int,
+    *,
+    window: int | None = None,
 ) -> tuple[Float[Array, "T X"], Float[Array, "P K S J"]]:
     """`write_and_attend` by the TPU kernels, of rows that lie as those read them (`layout`).
 
@@ -147,12 +200,14 @@ def attend_rows(
         pages_PKSJ: One layer's pool; donated.
         plan: `plan_step` for "pallas".
         channels: C, of one head.
+        window: Keys up to its own that a token sees at most; None: all.
 
     Returns:
         Attended values where the queries were (`lanes.outputs`), zeros for filler; and the pool.
     """
     assert plan.extends is not None, "the plan was made for another implementation"
     ragged = plan.ragged
+    assert ragged.seen_T is None, "the kernels see earlier keys alone"
     return kernel.ragged_paged_attention(
         q_TX,
         new_TY,
@@ -164,6 +219,7 @@ def attend_rows(
         plan.extends,
         channels=layout.query_lanes(channels),
         max_decode=min(q_TX.shape[0], ragged.lengths_B.shape[0]),
+        window=window,
     )
 
 
@@ -172,20 +228,26 @@ def ragged_paged_attention(
     pages_PJSC: Float[Array, "P J S C"],
     ragged: Ragged,
     *,
+    latent: Latent | None = None,
+    window: int | None = None,
     implementation: Literal["portable", "reference"] = "portable",
-) -> Float[Array, "T H C"]:
-    """Causal attention of every token over its own sequence, whose pages are written already.
+) -> Float[Array, "T H V"]:
+    """Attention of every token over its own sequence, whose pages are written already: up to
+    itself, or up to `ragged.seen_T`.
 
     Args:
         q_THC: Queries, rotated; any float dtype. Query head h reads KV head h // (H / K).
         pages_PJSC: One layer's pages; rows 0 .. K-1 of J are keys, K .. 2K-1 values. Keys and
             values of this step's tokens are already in their pages.
         ragged: The step's sequences.
+        latent: J is 1, and a row is key and value at once; None: keys and values, scaled by C^-0.5.
+        window: Keys up to its own that a token sees at most, whatever it sees behind; None: all.
         implementation: "portable" for CPU and GPU, "reference" for tests.
 
     Returns:
-        Attended values in q's dtype; rows of no sequence hold finite filler.
+        Attended values in q's dtype, V channels (C but for `latent`); rows of no sequence hold
+        finite filler.
     """
     if implementation == "reference":
-        return paged_attention_reference(q_THC, pages_PJSC, ragged)
-    return paged_attention_portable(q_THC, pages_PJSC, ragged)
+        return paged_attention_reference(q_THC, pages_PJSC, ragged, latent, window)
+    return paged_attention_portable(q_THC, pages_PJSC, ragged, latent, window)

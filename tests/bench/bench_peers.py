@@ -54,6 +54,7 @@ def main() -> None:
     try:
         for peer in _peers(chosen):
             peers.append(peer)
+            peer.rest()
             _measure(peer, chosen.workloads[0], WARM_UP)
             peer.pause()
         for name in chosen.workloads:
@@ -179,7 +180,7 @@ def _print_head(model: Path) -> None:
     print(f"commit    {commit.stdout.strip()}")
     print(f"command   python -m tests.bench.bench_peers {shlex.join(sys.argv[1:])}")
     print(f"model     {model.name}, {_weight_bytes(model) / 1e6:.0f} MB of weights, float32")
-    print("warm-up   the first workload once on each engine; then medians, in turn")
+    print("warm-up   rest after start, the first workload once on each; then medians, in turn")
 
 
 def _weight_bytes(model: Path) -> int:

@@ -2,9 +2,9 @@
 
     python -m tests.bench.bench_soak [--requests 10000] [--clients 256]
 
-Prints hardware, commit, outcomes, requests a second and the server's memory every tenth of the
-way. Ends with status 1 when an answer is wrong, something is not given back, or the memory of the
-second half grows by more than 5%. The workload is that of `tests/serving/soak.py`.
+Prints hardware, commit, outcomes, requests a second, times of answers and the server's memory
+every tenth of the way. Ends with status 1 when an answer is wrong, something is not given back, or
+the memory of the second half grows by more than 5%. The workload is `tests/serving/soak.py`.
 """
 
 import argparse
@@ -13,6 +13,8 @@ import sys
 import time
 from collections import Counter
 from typing import Any
+
+import numpy as np
 
 from tests.bench.machine import describe_run
 from tests.serving.soak import Crowd, SoakServer
@@ -45,7 +47,7 @@ def main() -> int:
 
 async def soak(server: SoakServer, num_requests: int, num_clients: int) -> list[str]:
     """Ten parts of the crowd, memory and what is held looked at between them; the faults."""
-    outcomes, sizes, faults = Counter[str](), [], []
+    outcomes, sizes, faults, times = Counter[str](), [], [], []
     await part(server.url, 0, WARM_UP, num_clients)
     before = server.tell("held")
     for tenth in range(1, 11):
@@ -55,9 +57,14 @@ async def soak(server: SoakServer, num_requests: int, num_clients: int) -> list[
         held = server.tell("held")
         sizes.append(server.tell("bytes")["bytes"])
         outcomes += made.outcomes
+        times += made.seconds
         faults += made.wrong + [f"held {held}, not {before}"] * (held != before)
         rate = num_requests / 10 / seconds
-        print(f"{tenth}0%: {rate:.1f} requests/s, {sizes[-1] >> 20} MiB, {dict(outcomes)}")
+        p50, p99 = np.percentile(made.seconds, [50, 99])
+        took = f"answers p50 {p50:.2f} s, p99 {p99:.2f} s"
+        print(f"{tenth}0%: {rate:.1f} requests/s, {took}, {sizes[-1] >> 20} MiB, {dict(outcomes)}")
+    p50, p99 = np.percentile(times, [50, 99])
+    print(f"{len(times)} answers: p50 {p50:.2f} s, p99 {p99:.2f} s, longest {max(times):.2f} s")
     growth = sizes[-1] / sizes[4] - 1
     print(f"memory of the second half: {growth:+.1%}")
     return faults + [f"memory grew by {growth:.1%}"] * (growth > MAX_GROWTH)

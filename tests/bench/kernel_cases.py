@@ -177,17 +177,19 @@ def segment_case(patches: int, images: int, heads: int, channels: int) -> Case:
     steps = i32(patches // tile * (patches // block))
     plan = segment.SegmentPlan(steps, steps, steps, i32(), i32(1, patches), i32(1, patches))
     x = bf16(heads, patches, channels)
-    groups = heads // math.gcd(heads, segment.MAX_HEADS)
-    half = float(size < block)
-    share = patches / tile / visits
+    groups = heads // segment.heads_of_group(heads, channels, side_by_side=True)
+    half = float(size < block)  # then a tile has one visit, which does all at once
+    share = (1 - half) * patches / tile / visits
     return Case(
         name=f"segments {images} x {size}, {heads} heads of {channels}",
-        function=functools.partial(segment.segment_attention, tile=tile, block=block),
+        function=functools.partial(
+            segment.segment_attention, tile=tile, block=block, side_by_side=True
+        ),
         args=(x, x, x, plan),
         hbm_bytes=4 * 2 * patches * heads * channels,
         flops=4 * patches * size * heads * channels,
         kernel="segment_attention",
-        times=(groups * visits, share, 1 - half, 0, half, share),
+        times=(groups * visits, share, 1 - half, 0, 0, half, share),
         large=150,
     )
 
@@ -234,6 +236,41 @@ def packed_case(patches: int, heads: int, channels: int, *, heads_first: bool) -
         kernel="rotate_packed",
         times=(patches // tile * groups, tile // packed.ROWS / 2),
     )
+
+
+MIXED_PARTS = (decode_case(64, 28, 4, 128), kv_case(2048, 4, 128), extend_case(2048, 28, 4, 128))
+"""What a mixed step is made of; the plan of a step is made once for all layers."""
+
+
+def mixed_step(
+    q_TX: Any, new_TY: Any, pages_PKSJ: Any, start: Any, length: Any, table: Any, *plan: Any
+) -> tuple[Any, Any]:
+    """64 decodes and an extend of 1984 tokens, as one layer calls for them."""
+    num_decode, visits, updates = plan
+    return mixed.ragged_paged_attention(
+        q_TX,
+        new_TY,
+        pages_PKSJ,
+        start,
+        length,
+        table,
+        num_decode,
+        mixed.ExtendPlan(visits, updates),
+        channels=C,
+        max_decode=64,
+    )
+
+
+def mixed_args(tokens: int = 2048, heads: int = 28, kv_heads: int = 4) -> tuple[Any, ...]:
+    """Arguments of `mixed_step`: sequences of up to 4096 keys in pages of 128."""
+    q_TX, new_TY, pages, start, length, table, count, _ = step_args(
+        tokens, heads, kv_heads, num=96, page=128
+    )
+    plan = jax.eval_shape(
+        functools.partial(mixed.plan_extends, num_tokens=tokens, page_size=128),
+        *(start, length, table, count, count),
+    )
+    return q_TX, new_TY, pages, start, length, table, count, *plan
 
 
 def cases() -> list[Case]:

@@ -17,12 +17,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.bench import schedule
+from tests.bench import kernel_cases, schedule
 from tests.bench.kernel_cases import Case, cases
 
 _PASSES = ".*(final_bundles|hlo-static-bundle-profile).*"
 _MATMUL_CYCLES = {"v5e": 4.0, "v5p": 4.0, "v6e": 4.0, "tpu7x": 4.0}
 """Of 16 bfloat16 rows: 16 cycles on four units of 128 columns, 8 on two of 256."""
+MIXED = "mixed 64 + 1984, 28/4, page 128"
+"""A step of both kinds: what its calls take in one program, and what XLA puts between them."""
 _HEADER = (
     "case",
     "chip",
@@ -48,10 +50,14 @@ def main() -> None:
     _print(_HEADER, markdown=args.markdown)
     if args.markdown:
         print("|" + "---|" * len(_HEADER))
+    topologies = args.topology or ["v5e:1x1", "v6e:1x1"]
     for case in cases():
-        for topology in args.topology or ["v5e:1x1", "v6e:1x1"]:
+        for topology in topologies:
             if args.only in case.name:
                 _print(_row(case, topology), markdown=args.markdown)
+    for topology in topologies:
+        if args.only in MIXED:
+            print(_mixed_line(topology), flush=True)
 
 
 def _print(row: tuple[str, ...], *, markdown: bool) -> None:
@@ -67,32 +73,57 @@ def _worker(name: str, topology: str) -> None:
     """Compile one case and print what the compiled module says, as JSON."""
     from tests import aot
 
-    case = next(c for c in cases() if c.name == name)
     mesh = aot.mesh_of(topology)
-    compiled = aot.compile_for(mesh, case.function, case.args, donate=case.donate)
-    facts = {"copies": aot.copied_bytes(compiled.as_text()), **aot.chip_of(mesh)}
+    if name == MIXED:
+        step, args, donate = kernel_cases.mixed_step, kernel_cases.mixed_args(), (2,)
+    else:
+        case = next(c for c in cases() if c.name == name)
+        step, args, donate = case.function, case.args, case.donate
+    hlo = aot.compile_for(mesh, step, args, donate=donate).as_text()
+    between = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', hlo)))
+    facts = {"copies": aot.copied_bytes(hlo), "between": between, **aot.chip_of(mesh)}
     print(json.dumps(facts))
 
 
 def _row(case: Case, topology: str) -> tuple[str, ...]:
     with tempfile.TemporaryDirectory() as folder:
-        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        flags += f" --xla_jf_dump_llo_pass_label_regex={_PASSES}"
-        command = [sys.executable, "-m", "tests.bench.kernel_table", "--worker"]
-        done = subprocess.run(
-            [*command, case.name, topology],
-            env={**os.environ, "LIBTPU_INIT_ARGS": flags},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(f"{case.name} on {topology}: {done.stderr[-2000:]}")
-        facts = json.loads(done.stdout.splitlines()[-1])
+        facts = _compile(case.name, topology, folder)
         return _cells(case, topology.partition(":")[0], facts, Path(folder))
 
 
-def _cells(case: Case, chip: str, facts: dict[str, Any], folder: Path) -> tuple[str, ...]:
+def _mixed_line(topology: str) -> str:
+    chip = topology.partition(":")[0]
+    with tempfile.TemporaryDirectory() as folder:
+        facts = _compile(MIXED, topology, folder)
+        calls = {
+            part.kernel: _schedule(part, chip, facts, Path(folder))[1] * 1e6
+            for part in kernel_cases.MIXED_PARTS
+        }
+    calls["XLA between them"] = facts["between"] / facts["clock"] * 1e6
+    parts = ", ".join(f"{name} {us:.0f}" for name, us in calls.items())
+    return f"{MIXED}, {chip}: {sum(calls.values()):.0f} us, of them {parts}"
+
+
+def _compile(name: str, topology: str, folder: str) -> dict[str, Any]:
+    """Compile a case in a process of its own, which leaves its schedules in the folder."""
+    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    flags += f" --xla_jf_dump_llo_pass_label_regex={_PASSES}"
+    command = [sys.executable, "-m", "tests.bench.kernel_table", "--worker"]
+    done = subprocess.run(
+        [*command, name, topology],
+        env={**os.environ, "LIBTPU_INIT_ARGS": flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{name} on {topology}: {done.stderr[-2000:]}")
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return facts
+
+
+def _schedule(case: Case, chip: str, facts: dict[str, Any], folder: Path) -> tuple[int, float]:
+    """Bundles of a case's kernel, and seconds of its compute."""
     (program,) = folder.rglob(f"*-{case.kernel}*-final_bundles.txt")
     root = schedule.parse(program.read_text(), delay=6 if chip == "tpu7x" else 4)
     try:
@@ -105,7 +136,11 @@ def _cells(case: Case, chip: str, facts: dict[str, Any], folder: Path) -> tuple[
         )
     except ValueError as error:
         sys.exit(f"{case.name} on {chip}: {error}")
-    seconds = root.cycles(_MATMUL_CYCLES[chip]) / facts["clock"]
+    return root.bundles, root.cycles(_MATMUL_CYCLES[chip]) / facts["clock"]
+
+
+def _cells(case: Case, chip: str, facts: dict[str, Any], folder: Path) -> tuple[str, ...]:
+    bundles, seconds = _schedule(case, chip, facts, folder)
     memory, matrix = case.hbm_bytes / facts["bandwidth"], case.flops / facts["flops"]
     vmem, spills = _profile(folder, case.kernel)
     return (
@@ -114,7 +149,7 @@ def _cells(case: Case, chip: str, facts: dict[str, Any], folder: Path) -> tuple[
         f"{max(memory, matrix) * 1e6:.0f}",
         "HBM" if memory >= matrix else "MXU",
         f"{seconds * 1e6:.0f}",
-        str(root.bundles),
+        str(bundles),
         str(vmem >> 10),
         str(spills),
         f"{facts['copies'] / 2**20:.0f} MiB",

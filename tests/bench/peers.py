@@ -24,6 +24,8 @@ from typing import Any, Protocol, Self
 from tests.bench.workloads import Ask, Picture, Workload
 
 START_SECONDS = 900
+REST_SECONDS = 120
+"""Longest that a server may go on with its own preparations once it listens."""
 ANSWER_SECONDS = 900
 
 
@@ -54,6 +56,10 @@ class Peer(Protocol):
 
     def run(self, prepared: Any) -> list[Reply]:
         """Answer all requests, the workload's number of them at a time."""
+        ...
+
+    def rest(self) -> None:
+        """Wait until nothing is left to do of what the engine's start began."""
         ...
 
     def pause(self) -> None:
@@ -131,6 +137,15 @@ class Server:
         with ThreadPoolExecutor(concurrency) as clients:
             return list(clients.map(self._answer, bodies))
 
+    def rest(self) -> None:
+        deadline = time.monotonic() + REST_SECONDS
+        used = self._processor_seconds()
+        while time.monotonic() < deadline:
+            time.sleep(2.0)
+            before, used = used, self._processor_seconds()
+            if used - before < 0.1:
+                return
+
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)
 
@@ -147,6 +162,20 @@ class Server:
         except subprocess.TimeoutExpired:
             self._signal(signal.SIGKILL)
             self._process.wait()
+
+    def _processor_seconds(self) -> float:
+        """Time that the server's processes have computed for; 0 for one that was not started."""
+        if self._process is None:
+            return 0.0
+        ticks = 0
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended
+                continue
+            if int(fields[2]) == self._process.pid:  # its group
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -229,6 +258,9 @@ class Transformers:
 
     def run(self, prepared: list[list[tuple[Ask, list[bytes]]]]) -> list[Reply]:
         return [reply for batch in prepared for reply in self._answer(batch)]
+
+    def rest(self) -> None:
+        """Its start is over when it returns."""
 
     def pause(self) -> None:
         """An idle model uses nothing."""

@@ -1,19 +1,16 @@
-"""Whole steps of published models, compiled for chips that are not there: dimensions and bytes."""
+"""Whole steps of published models, lowered for chips that are not there."""
 
-import math
-import re
-from dataclasses import dataclass
-from typing import Any
+import dataclasses
 
-import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxmm.device.backend import Backend
 from jaxmm.device.lowering import Lowering
 from jaxmm.host.buckets import Buckets
 from jaxmm.models.config import ModelConfig, TextConfig, VisionConfig
+from jaxmm.planner.compiler import describe_devices, mesh_of
 from jaxmm.sizes import Sizes
-from tests import aot
 
 
 def qwen2_5_vl_7b(text_layers: int = 28, vision_layers: int = 32) -> ModelConfig:
@@ -59,6 +56,42 @@ def qwen2_5_vl_7b(text_layers: int = 28, vision_layers: int = 32) -> ModelConfig
     )
 
 
+def qwen3_vl_8b(text_layers: int = 36, vision_layers: int = 27) -> ModelConfig:
+    """Dimensions of Qwen3-VL-8B, with as many layers as asked for, from four up."""
+    text = TextConfig(
+        vocab_size=151936,
+        width=4096,
+        mlp_width=12288,
+        num_layers=text_layers,
+        num_heads=32,
+        num_kv_heads=8,
+        head_channels=128,
+        rms_eps=1e-6,
+        rope_theta=5e6,
+        mrope_section=(24, 20, 20),
+        tied=False,
+        deepstack_levels=3,
+    )
+    vision = VisionConfig(
+        depth=vision_layers,
+        width=1152,
+        num_heads=16,
+        mlp_width=4304,
+        patch_size=16,
+        temporal_patch_size=2,
+        merge_size=2,
+        in_channels=3,
+        out_width=4096,
+        window_patches=0,
+        full_attention_layers=(),
+        position_side=48,
+        deepstack_layers=(8, 16, 24) if vision_layers > 24 else (0, 1, 2),
+        image_mean=(0.5, 0.5, 0.5),
+        image_std=(0.5, 0.5, 0.5),
+    )
+    return dataclasses.replace(qwen2_5_vl_7b(), family="qwen3_vl", text=text, vision=vision)
+
+
 SERVING = Sizes(
     page_size=128,
     num_pages=1024,
@@ -72,61 +105,9 @@ SERVING = Sizes(
 """131072 tokens of KV; steps of 64 decodes or of 2048 tokens, lanes of 4096 or 16384 patches."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompiledStep:
-    """What the compiler says of one step on one chip."""
-
-    argument_bytes: int
-    output_bytes: int
-    temporary_bytes: int
-    aliased_bytes: int
-    hlo: str
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most memory of a chip that the step takes, its arguments included."""
-        results = self.output_bytes - self.aliased_bytes
-        return self.argument_bytes + results + self.temporary_bytes
-
-    def collectives(self) -> list[tuple[str, int]]:
-        """Kind and bytes of each collective between chips, sampling left out.
-
-        Sampling passes maxima and sums of rows around, a few hundred bytes each.
-        """
-        kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-        found = []
-        for line in self.hlo.splitlines():
-            match = re.search(rf"= (\w+)\[([\d,]*)\]\S* ({kinds})(?:-start)?\(", line)
-            if match and "/sample/" not in line:
-                size = 2 if match[1] == "bf16" else 4
-                found.append((match[3], size * math.prod(map(int, match[2].split(",")))))
-        return found
-
-
 def lowering(
     model: ModelConfig, topology: str, chips: int, sizes: Sizes = SERVING
-) -> tuple[Lowering, Any]:
+) -> tuple[Lowering, Mesh]:
     """The steps of a model in bfloat16 with the TPU kernels, split over so many chips."""
-    mesh = aot.mesh_of(topology, {"model": chips})
+    mesh = mesh_of(describe_devices(topology), {"model": chips})
     return Lowering(model, sizes, jnp.bfloat16, Backend("pallas", mesh)), mesh
-
-
-def compile_step(lowered_by: Lowering, mesh: Any, step: str, size: int) -> CompiledStep:
-    """Compile a step of a bucket."""
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # tells Pallas the generation
-        compiled = getattr(lowered_by, step)(size).compile()
-    memory = compiled.memory_analysis()
-    return CompiledStep(
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
-        aliased_bytes=memory.alias_size_in_bytes,
-        hlo=compiled.as_text(),
-    )
-
-
-def chip_bytes(tree: Any) -> int:
-    """Bytes of one chip's part of arrays that are described with their sharding."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )

@@ -1,55 +1,153 @@
-"""Serves the same requests unsharded and split over simulated chips; prints the answers as JSON.
+"""Serves the same requests in several layouts over simulated chips; prints the answers as JSON.
 
 A program of its own: the number of simulated devices is settled when JAX starts.
 """
 
+import asyncio
+import contextlib
+import dataclasses
 import json
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 from jaxmm.config import EngineConfig, load_config
 from jaxmm.engine import Engine
 from jaxmm.request import Result
 from tests.checkpoints import Family, checkpoint
-from tests.engines import SMALL, ask, cache_dir, logprobs, picture, request, turn
+from tests.engines import SMALL, ask, cache_dir, logprobs, on_loop, picture, request, turn
+from tests.held import quiet
 
 SIZES = {
     "max_model_len": 512,
-    "buckets.min_step_tokens": 32,
+    "max_running": 16,
+    "buckets.min_step_tokens": 64,
     "buckets.max_step_tokens": 64,
     "buckets.min_lane_patches": 512,
     "buckets.max_patches_per_step": 512,
 }
-"""Three buckets in all: prompts are cut, one of them inside its picture."""
+"""Two buckets in all: prompts are cut, one of them inside its picture."""
+PAGES_LEFT = 20
+"""Of all replicas together, while `under_load`: half of what its requests need at once."""
 
 
-def answers(family: Family, tensor_parallel: int) -> list[Result]:
+def make(family: Family, tensor_parallel: int, data_parallel: int) -> Engine:
+    settings = {**SMALL, **SIZES, "compile_cache_dir": cache_dir()}
+    settings["model"] = str(checkpoint(family, num_kv_heads=4))
+    settings |= {"tensor_parallel": tensor_parallel, "data_parallel": data_parallel}
+    return Engine(load_config(EngineConfig, None, settings))
+
+
+def first_answers(on: Engine) -> list[Result]:
     """Two pictures and a text, the second with a draw and a penalty; then the first again."""
-    model = checkpoint(family, num_kv_heads=4)
-    settings = {**SMALL, **SIZES, "model": str(model), "compile_cache_dir": cache_dir()}
-    settings["tensor_parallel"] = tensor_parallel
-    with Engine(load_config(EngineConfig, None, settings)) as engine:
-        first = request(turn("describe", "<image>", "and the house"), [picture(224, 168)])
-        results = ask(
-            engine,
-            first,
-            request(
-                turn("<image>", "what is it"),
-                [picture(90, 210)],
-                temperature=1.0,
-                seed=3,
-                frequency_penalty=0.5,
-            ),
-            request(turn("what is in the picture")),
-        )
-        again = request(turn("describe", "<image>", "and the house"), [picture(224, 168)])
-        return results + ask(engine, again)
+    described = [turn("describe", "<image>", "and the house"), [picture(224, 168)]]
+    drawn = {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.5}
+    results = ask(
+        on,
+        request(*described),
+        request(turn("<image>", "what is it"), [picture(90, 210)], **drawn),
+        request(turn("what is in the picture")),
+    )
+    return results + ask(on, request(*described))
+
+
+def under_load(on: Engine) -> list[Result]:
+    """Requests that together want more pages than there are, beside some that are aborted."""
+    aborted = [request(turn("gone", "<image>"), [picture(112, 84, i)]) for i in range(3)]
+    on.submit(aborted[0], lambda _: on.abort(aborted[0].id))  # with its first token
+    for gone in aborted[1:]:
+        on.submit(gone, lambda _: None)
+    wanted = [
+        request(turn("<image>", "say", str(i)), [picture(112, 84, 9 + i % 3)], max_tokens=32)
+        for i in range(6)
+    ]
+    wanted += [request(turn("tell", "two", "things"), n=2)]
+    for gone in aborted[1:]:
+        on.abort(gone.id)
+    return ask(on, *wanted)
+
+
+@contextlib.contextmanager
+def few_pages(on: Engine) -> Iterator[None]:
+    """Leave an idle engine few pages, and let it plan as if no output needed any."""
+    on.flush_caches()
+    count = PAGES_LEFT // len(on.replicas)
+    held = []
+    for replica in on.replicas:
+        pool, config = replica.pool, replica.scheduler.config
+        held.append(on_loop(on, lambda pool=pool: pool.allocate(pool.num_free - count)))
+        replica.scheduler.config = dataclasses.replace(config, reserve_tokens=0)
+    yield
+    for replica, pages in zip(on.replicas, held, strict=True):
+        on_loop(on, lambda pool=replica.pool, pages=pages: pool.release(pages))
+
+
+def conversations(on: Engine) -> dict[str, Any]:
+    """Two side by side: on which replicas they are kept after each turn, and what the second turn
+    and a request that goes on like the first one need not compute."""
+    short: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True}
+    with (
+        on.session("You know all about houses.") as one,
+        on.session("Painting is what you are good at.") as other,
+    ):
+        for seed, chat in enumerate((one, other)):  # a picture in common would draw them together
+            chat.send("what is it", picture(112, 84, seed), **short)
+        kept = [len(replica.scheduler.pins) for replica in on.replicas]
+        cached = [chat.send("and now", **short).usage.cached_tokens for chat in (one, other)]
+        still = [len(replica.scheduler.pins) for replica in on.replicas]
+        same = request(other.messages, [picture(112, 84, 1)])
+        expected = asyncio.run(on.cost(same)).cached_tokens
+        [found] = ask(on, same)
+    return {
+        "kept": (kept, still),
+        "cached": cached,
+        "cost": (expected, found.usage.cached_tokens),
+        "dropped": on_loop(on, lambda: sum(len(r.scheduler.pins) for r in on.replicas)),
+    }
+
+
+def brief_report(on: Engine) -> dict[str, Any]:
+    """A few answers alone."""
+    return answered(first_answers(on), [])
+
+
+def answered(first: list[Result], load: list[Result]) -> dict[str, Any]:
+    """Tokens and log-probabilities."""
+    return {
+        "ids": [[list(c.token_ids) for c in r.completions] for r in first + load],
+        "logprobs": [logprobs(result).tolist() for result in first],
+        "cached": first[3].usage.cached_tokens,
+    }
+
+
+def report(on: Engine) -> dict[str, Any]:
+    """What was answered, and how it was served."""
+    before = quiet(on)
+    first = first_answers(on)
+    with few_pages(on):
+        load = under_load(on)
+    after = quiet(on)
+    talks = conversations(on)
+    stats = on.stats()
+    return answered(first, load) | {
+        "finished": [replica.finished for replica in stats.replicas],
+        "talks": talks,
+        "retracts": stats.retracts,
+        "aborted": stats.aborted,
+        # threads begin when they are first needed
+        "left": {k: after[k] for k in before if before[k] != after[k] and k != "threads"},
+    }
 
 
 def main() -> None:
-    for name in sys.argv[2:]:
-        results = answers(sys.argv[1], int(name))  # type: ignore[arg-type]
-        line = [[list(r.token_ids), logprobs(r).tolist(), r.usage.cached_tokens] for r in results]
-        sys.stdout.write(json.dumps(line) + "\n")
+    """Words: `brief` or `whole`, the family, and layouts as chips of a replica x replicas."""
+    kind, family, *layouts = sys.argv[1:]
+    for layout in layouts:
+        tensor_parallel, data_parallel = map(int, layout.split("x"))
+        with make(family, tensor_parallel, data_parallel) as on:  # type: ignore[arg-type]
+            found = brief_report(on) if kind == "brief" else report(on)
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

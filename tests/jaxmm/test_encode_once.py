@@ -14,10 +14,10 @@ PICTURE = png(picture(160, 120, 31))
 OTHER = png(picture(150, 130, 32))
 
 
-@pytest.fixture
-def on() -> Engine:
+@pytest.fixture(params=["qwen2_vl", "deepseek_vl2_mla"])
+def on(request: pytest.FixtureRequest) -> Engine:
     """The shared engine, its caches empty."""
-    shared = engine("qwen2_vl")
+    shared = engine(request.param)
     shared.flush_caches()
     return shared
 

@@ -1,11 +1,14 @@
 """A step that hangs is seen, and ends every request when the engine is given up."""
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from jaxmm import engine
 from jaxmm.engine import Engine
 from jaxmm.errors import EngineStopped, JaxmmError
 from jaxmm.request import Delta
@@ -19,19 +22,18 @@ class Listener:
 
     def __init__(self, on: Engine) -> None:
         self.events: list[Delta | JaxmmError] = []
+        self.also: Callable[[JaxmmError], None] = lambda _: None
         self.ended = threading.Event()
         on.submit(request(turn("hello"), max_tokens=500), self._hear)
 
     def _hear(self, event: Delta | JaxmmError) -> None:
         self.events.append(event)
         if isinstance(event, JaxmmError):
+            self.also(event)
             self.ended.set()
 
     def wait_for_tokens(self) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not self.events and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert self.events
+        wait_until(lambda: bool(self.events))
 
 
 class Hung:
@@ -39,28 +41,77 @@ class Hung:
 
     def __init__(self) -> None:
         self.let_go = threading.Event()
+        self.returns = False
 
     def dispatch(self, _: Any) -> Any:
         self.let_go.wait(60)
-        raise RuntimeError("let go")
+        if not self.returns:
+            raise RuntimeError("let go")
+        return []
 
     read = dispatch
 
 
-def test_a_step_that_hangs_is_seen_and_given_up_by_another_thread() -> None:
-    with make_engine("qwen2_vl") as on:
-        assert on.turn_seconds == 0.0
-        listener, hung = Listener(on), Hung()
-        listener.wait_for_tokens()
+@contextlib.contextmanager
+def hanging() -> Iterator[tuple[Engine, list[Listener], Hung]]:
+    """An engine in a step that hangs, with three requests in it."""
+    on = make_engine("qwen2_vl")
+    hung = Hung()
+    try:
+        listeners = [Listener(on) for _ in range(3)]
+        for listener in listeners:
+            listener.wait_for_tokens()
         on._loop._dispatcher = hung  # type: ignore[assignment]
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while on.turn_seconds < 0.3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert on.turn_seconds >= 0.3 and on.healthy
+        wait_until(lambda: on.turn_seconds >= 0.3)
+        yield on, listeners, hung
+    finally:
+        hung.let_go.set()
+        on.close()
+
+
+def wait_until(met: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not met() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert met()
+
+
+def test_a_step_that_hangs_is_given_up_and_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hanging() as (on, listeners, hung):
+        assert on.healthy
         on.give_up("a step takes more than 0.3 s")
-        assert listener.ended.wait(PATIENCE_SECONDS)
-        assert "a step takes more than 0.3 s" in str(listener.events[-1])
+        for listener in listeners:
+            assert listener.ended.wait(PATIENCE_SECONDS)
+            assert "a step takes more than 0.3 s" in str(listener.events[-1])
         assert not on.healthy
         with pytest.raises(EngineStopped, match="a step takes more"):
             Listener(on)
-        hung.let_go.set()  # for the test's process, which goes on
+        monkeypatch.setattr(engine, "_HUNG_SECONDS", 0.1)
+        on.close()
+        assert "closed in a step that hangs" in caplog.text and on._thread.is_alive()
+        hung.let_go.set()
+        on._thread.join(PATIENCE_SECONDS)
+        assert not on._thread.is_alive()
+
+
+def test_a_step_that_comes_back_while_it_is_given_up_ends_each_request_once() -> None:
+    """The loop's thread ends all requests while another one is in the middle of that."""
+    with hanging() as (on, listeners, hung):
+        hung.returns = True
+        listeners += [Listener(on) for _ in range(2)]  # prepared, and not in the loop yet
+        wait_until(lambda: on._loop._inbox.qsize() == 2)
+
+        def meet(_: JaxmmError) -> None:
+            hung.let_go.set()
+            on._thread.join(PATIENCE_SECONDS)
+
+        listeners[2].also = meet
+        on.give_up("a step takes more than 0.3 s")
+        assert not on._thread.is_alive()
+        for one in listeners:
+            assert one.ended.wait(PATIENCE_SECONDS)
+            errors = [e for e in one.events if isinstance(e, JaxmmError)]
+            assert errors == one.events[-1:]
+        assert not on._loop._answers and str(on.failure) == "a step takes more than 0.3 s"

@@ -15,7 +15,7 @@ from jaxmm.api import generate
 from jaxmm.engine import Engine
 from jaxmm.errors import JaxmmError, MediaError, RequestError
 from jaxmm.session import Session
-from tests.checkpoints import FAMILIES, Family
+from tests.checkpoints import SERVED, Family
 from tests.engines import ask, engine, on_loop, pages_left, picture, png, request, turn
 
 WIDE, TALL = png(picture(200, 130, 1)), png(picture(90, 210, 2))
@@ -49,7 +49,7 @@ def whole(on: Engine, chat: Session) -> str:
     return answer
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SERVED)
 def test_every_turn_is_answered_as_the_whole_conversation(family: Family) -> None:
     on = engine(family)
     on.flush_caches()

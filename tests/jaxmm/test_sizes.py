@@ -75,3 +75,12 @@ def test_pictures_above_the_largest_bucket_are_described_as_refused() -> None:
     # 448 * 448 / 196 = 1024 patches, a fifth of 1280 is filler; 640 * 480 / 196 = 1567
     assert "448x448        1024    1280    20.0%" in lines
     assert "640x480        1567 refused: above the largest bucket" in lines
+
+
+def test_what_conversations_may_keep_is_shared_out_among_replicas() -> None:
+    settings = load_config(
+        EngineConfig, None, {"sessions.max_kept": 10, "sessions.max_bytes": 1000}
+    )
+    alone, one_of_four = (settle().scheduler(settings, num_replicas=n) for n in (1, 4))
+    assert (alone.max_sessions, alone.max_kept_bytes) == (10, 1000)
+    assert (one_of_four.max_sessions, one_of_four.max_kept_bytes) == (3, 250)

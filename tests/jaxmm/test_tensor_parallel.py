@@ -1,4 +1,5 @@
-"""A model split over simulated chips gives the answers of the whole one."""
+"""A model split over simulated chips, in one replica or several, gives the answers of the whole
+one."""
 
 import dataclasses
 import json
@@ -6,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,24 +16,25 @@ from jax.sharding import PartitionSpec
 from jaxmm.config import EngineConfig, load_config
 from jaxmm.device.backend import (
     Backend,
-    _rests,
     check_sizes,
     model_obstacles,
-    settle_backend,
+    rests,
+    settle_backends,
 )
 from jaxmm.device.sharding import param_spec, spec_of
 from jaxmm.errors import ConfigError
 from jaxmm.models import read_config
-from tests.checkpoints import Family, checkpoint
+from tests.checkpoints import FAMILIES, Family, checkpoint
 from tests.engines import LOGPROB_ATOL
 
 ROOT = Path(__file__).parents[2]
 
 
-def sharded_answers(family: Family, *tensor_parallel: int) -> list[list]:
-    """Answers for each number of chips, from a process with four simulated ones."""
+def serve(family: Family, *layouts: str, kind: str = "whole") -> list[dict[str, Any]]:
+    """What each layout (chips of a replica x replicas) made of the same requests, from one process
+    with four simulated chips."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.jaxmm.sharded_answers", family, *map(str, tensor_parallel)],
+        [sys.executable, "-m", "tests.jaxmm.sharded_answers", kind, family, *layouts],
         cwd=ROOT,
         env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
         capture_output=True,
@@ -43,14 +46,38 @@ def sharded_answers(family: Family, *tensor_parallel: int) -> list[list]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_and_drawn_answers_equal_the_unsharded_ones(family: Family) -> None:
-    whole, *split = sharded_answers(family, 1, 2, 4, 2, 1)  # the last two from the compile cache
-    for answers in [whole, *split]:
-        assert answers[3][2] > 0  # the repeated request was served from the prefix cache
-        for (ids, values, _), (wanted, wanted_values, _) in zip(answers, whole, strict=True):
-            assert ids == wanted
-            np.testing.assert_allclose(values, wanted_values, atol=LOGPROB_ATOL)
+    every = family in ("qwen2_5_vl", "qwen3_vl_moe")  # the others have a decoder of one of these
+    layouts = ["2x1", "4x1", "1x2", "2x2"] if every else ["4x1", "2x2"]
+    whole, *split = serve(family, "1x1", *layouts)
+    for layout in [whole, *split]:
+        assert layout["ids"] == whole["ids"]
+        for values, wanted in zip(layout["logprobs"], whole["logprobs"], strict=True):
+            np.testing.assert_allclose(values, wanted, atol=LOGPROB_ATOL)
+        assert layout["cached"] > 0  # the repeated request found the replica that had served it
+        assert layout["retracts"] > 0
+        assert layout["aborted"] > 0
+        assert layout["left"] == {}
+        assert min(layout["finished"]) > 2  # every replica had its share
+        num_replicas, talks = len(layout["finished"]), layout["talks"]
+        # a conversation stays where it is kept; equals take turns
+        assert talks["kept"] == [[2 // num_replicas] * num_replicas] * 2
+        assert min(talks["cached"]) > 0
+        assert talks["cost"][0] == talks["cost"][1] > 0
+        assert talks["dropped"] == 0
+    replicas = [int(layout.partition("x")[2]) for layout in layouts]
+    assert [len(layout["finished"]) for layout in split] == replicas
+
+
+@pytest.mark.slow
+def test_answers_from_compressed_rows_equal_the_unsharded_ones() -> None:
+    """Every chip keeps the rows, and its own heads and experts read them."""
+    whole, split = serve("deepseek_vl2_noaux", "1x1", "2x2", kind="brief")
+    assert split["cached"] > 0
+    assert split["ids"] == whole["ids"]
+    for values, wanted in zip(split["logprobs"], whole["logprobs"], strict=True):
+        np.testing.assert_allclose(values, wanted, atol=LOGPROB_ATOL)
 
 
 def test_names_say_how_arrays_are_split() -> None:
@@ -68,18 +95,21 @@ def test_names_say_how_arrays_are_split() -> None:
     [
         ({"kernels": "pallas"}, "needs a TPU and this machine has a cpu"),
         ({"tensor_parallel": 64}, "tensor_parallel=64 and this machine has"),
+        ({"data_parallel": 64}, "data_parallel=64 replicas of tensor_parallel=1 and this machine"),
     ],
 )
 def test_a_backend_that_cannot_run_here_is_refused_at_start(setting: dict, words: str) -> None:
     config = load_config(EngineConfig, None, setting)
     model = read_config(checkpoint("qwen2_5_vl"))
     with pytest.raises(ConfigError, match=words):
-        settle_backend(config.kernels, config.tensor_parallel, model, np.float32)
+        settle_backends(
+            config.kernels, config.tensor_parallel, config.data_parallel, model, np.float32
+        )
 
 
 def test_auto_is_portable_on_a_cpu() -> None:
     model = read_config(checkpoint("qwen2_5_vl"))
-    assert settle_backend("auto", 1, model, np.float32) == Backend("portable", None)
+    assert settle_backends("auto", 1, 1, model, np.float32) == (Backend("portable", None),)
 
 
 def test_what_the_kernels_cannot_take_is_named() -> None:
@@ -99,9 +129,9 @@ def test_sizes_that_the_kernels_cannot_take_name_their_setting() -> None:
     check_sizes(Backend(), 4, 256, 2048, np.float32)
 
 
-def test_width_of_an_expert_must_divide_too() -> None:
+def test_experts_are_split_whole() -> None:
     model = read_config(checkpoint("qwen3_vl_moe"))
-    text = dataclasses.replace(model.text, expert_width=model.text.expert_width + 1)
+    text = dataclasses.replace(model.text, num_experts=model.text.num_experts + 1)
     odd = dataclasses.replace(model, text=text)
-    assert not list(_rests(model, 2))
-    assert list(_rests(odd, 2)) == [f"{text.expert_width} channels of an expert"]
+    assert not list(rests(model, 2))
+    assert list(rests(odd, 2)) == [f"{text.num_experts} experts"]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.checkpoints import FAMILIES, Family
+from tests.checkpoints import SERVED, Family
 from tests.engines import ask, engine, pages_left, picture, request, scheduling, turn
 from tests.guards import guarded
 
@@ -40,7 +40,7 @@ def random_request(rng: np.random.Generator, index: int) -> Any:
     return request(messages, images, **sampling)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SERVED)
 def test_random_sizes_mixed_with_text_compile_and_trace_nothing(family: Family) -> None:
     on, rng = engine(family), np.random.default_rng(7)
     sizes = set()
@@ -55,7 +55,7 @@ def test_random_sizes_mixed_with_text_compile_and_trace_nothing(family: Family) 
     assert on.healthy
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SERVED)
 def test_retracts_cached_prefixes_and_flushes_compile_nothing(family: Family) -> None:
     on = engine(family)
     with guarded(on), pages_left(on, 16), scheduling(on, reserve_tokens=0, max_step_tokens=23):
@@ -66,7 +66,7 @@ def test_retracts_cached_prefixes_and_flushes_compile_nothing(family: Family) ->
     assert on.ledger.num_recompiles == 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SERVED)
 def test_executables_are_one_for_each_rung_and_are_counted(family: Family) -> None:
     on = engine(family)
     on._parts.runner.settle()

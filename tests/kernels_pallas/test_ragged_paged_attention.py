@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_pallas.ragged_paged_attention import Ragged, ragged_paged_attention
+from kernels_pallas.ragged_paged_attention import Latent, Ragged, ragged_paged_attention
 
 ABSOLUTE = 2e-5
 """Values below 4 in absolute terms, summed in another order."""
@@ -111,6 +111,40 @@ def test_reference_query_heads_read_their_own_kv_head() -> None:
     assert out.ravel().tolist() == [5.0, 5.0, 9.0, 9.0]
 
 
+LATENT = Latent(value_channels=5, scale=0.3)
+
+
+def test_reference_of_rows_that_are_key_and_value_by_hand() -> None:
+    # one page of two rows of two channels, the first of which is the value; scale 2, two heads
+    # that read the same rows. Query (0, 1): scores 0 and ln 3, weights 1 : 3, values 4, 8 -> 7
+    pages = jnp.array([[4.0, 0.0], [8.0, np.log(3.0) / 2]], jnp.float32).reshape(1, 1, 2, 2)
+    ragged = Ragged(
+        jnp.int32(1), jnp.int32(1), *(jnp.array([x], jnp.int32) for x in (0, 1, 2, [0]))
+    )
+    q_THC = jnp.array([[[0.0, 1.0], [0.0, 0.0]]])
+    out = ragged_paged_attention(
+        q_THC, pages, ragged, latent=Latent(1, 2.0), implementation="reference"
+    )
+    np.testing.assert_allclose(out, [[[7.0], [6.0]]], rtol=1e-6)
+
+
+_latent = [
+    jax.jit(functools.partial(ragged_paged_attention, latent=LATENT, implementation=name))
+    for name in ("portable", "reference")
+]
+
+
+@settings(deadline=None, max_examples=40)
+@given(case=cases())
+def test_portable_equals_reference_for_rows_that_are_key_and_value(case: Case) -> None:
+    q_THC, pages = arrays(case.seed)
+    arguments = (jnp.array(q_THC), jnp.array(pages[:, :1]), ragged_of(case))
+    out, expected = (np.array(attend(*arguments)) for attend in _latent)
+    assert out.shape == (NUM_TOKENS, 4, 5)
+    real = slice(0, case.num_tokens)
+    np.testing.assert_allclose(out[real], expected[real], rtol=0, atol=ABSOLUTE)
+
+
 @settings(deadline=None, max_examples=80)
 @given(case=cases())
 def test_portable_equals_reference(case: Case) -> None:
@@ -191,3 +225,76 @@ def test_temporary_memory_does_not_grow_with_the_longest_request() -> None:
 
     short, long = temporary_bytes(64), temporary_bytes(2048)  # 1024 and 32768 tokens
     assert long < 1.5 * short
+
+
+# Tokens that see later ones, and windows
+
+
+def test_reference_of_later_keys_and_of_a_window_by_hand() -> None:
+    # one head of one channel, all keys 0: the mean of the values seen. Three new tokens after one
+    # old, values 1, 2, 4, 8. The first two of them are a picture and see each other: each of them
+    # 1, 2, 4, the last all. With a window of 2 each sees itself and one before: 1, 2, 4 (1 before
+    # 2, and 4 behind it), then 2, 4, then 4, 8
+    pages = jnp.zeros((2, 2, 2, 1)).at[:, 1, :, 0].set(jnp.array([[1.0, 2.0], [4.0, 8.0]]))
+    ragged = Ragged(
+        jnp.int32(0),
+        jnp.int32(1),
+        *(jnp.array([x], jnp.int32) for x in (0, 3, 4, [0, 1])),
+        seen_T=jnp.array([2, 2, 3], jnp.int32),
+    )
+    q_THC = jnp.ones((3, 1, 1))
+    for window, expected in ((None, [7 / 3, 7 / 3, 15 / 4]), (2, [7 / 3, 3.0, 6.0])):
+        out = ragged_paged_attention(
+            q_THC, pages, ragged, window=window, implementation="reference"
+        )
+        np.testing.assert_allclose(out.ravel(), expected, rtol=1e-6)
+
+
+@functools.cache
+def _windowed(window: int | None, name: str):
+    return jax.jit(functools.partial(ragged_paged_attention, window=window, implementation=name))
+
+
+@settings(deadline=None, max_examples=60)
+@given(case=cases(), window=st.sampled_from([None, 1, 3, 9]), seed=st.integers(0, 99))
+def test_portable_equals_reference_for_later_keys_and_windows(
+    case: Case, window: int | None, seed: int
+) -> None:
+    q_THC, pages = arrays(case.seed)
+    ragged = ragged_of(case)
+    random = np.random.default_rng(seed)
+    seen = random.integers(0, 999, NUM_TOKENS).astype(np.int32)  # of no sequence: anything
+    for b in range(len(case.decodes) + len(case.extends)):
+        start, count, length = (
+            int(x[b]) for x in (ragged.starts_B, ragged.counts_B, ragged.lengths_B)
+        )
+        own = np.arange(length - count, length)
+        cut, stop = np.sort(random.integers(0, count + 1, 2))
+        own[cut:stop] = length - count + stop - 1  # one picture somewhere in the chunk
+        seen[start : start + count] = own
+    ragged = ragged._replace(seen_T=jnp.array(seen))
+    out, expected = (
+        np.array(_windowed(window, name)(jnp.array(q_THC), jnp.array(pages), ragged))
+        for name in ("portable", "reference")
+    )
+    n = case.num_tokens
+    np.testing.assert_allclose(out[:n], expected[:n], atol=ABSOLUTE, rtol=0)
+
+
+def test_whole_tiles_with_a_window_equal_reference() -> None:
+    random = np.random.default_rng(6)
+    tables = random.permutation(40)[:16].reshape(1, -1)
+    ragged = Ragged(
+        jnp.int32(0),
+        jnp.int32(1),
+        *(jnp.asarray(x, jnp.int32) for x in ([0], [576], [1000], tables)),
+        seen_T=jnp.asarray(np.where(np.arange(424, 1000) < 800, 799, np.arange(424, 1000))),
+    )
+    q_THC = random.standard_normal((576, 4, 8), np.float32)
+    pages = random.standard_normal((40, 4, 64, 8), np.float32)
+    for window in (None, 100, 600):
+        out, expected = (
+            np.array(_windowed(window, name)(q_THC, pages, ragged))
+            for name in ("portable", "reference")
+        )
+        np.testing.assert_allclose(out, expected, atol=ABSOLUTE, rtol=0)

@@ -50,6 +50,22 @@ def test_images_of_one_patch_and_over_several_blocks(block):
     check_segments(id_N, block=block)
 
 
+def test_images_of_half_a_block_are_attended_to_at_once():
+    # 60 and 50 patches, padding, then 128: each tile sees one half of the block, and no other
+    id_N = np.concatenate([np.full(60, 0), np.full(50, 1), np.full(18, -1), np.full(128, 2)])
+    plan = kernel.plan_segments(jnp.asarray(id_N, jnp.int32), tile=128, block=256)
+    assert (int(plan.num_visits), plan.seen_V[:2].tolist()) == (2, [5, 6])
+    check_segments(id_N, block=256)
+
+
+@pytest.mark.parametrize(
+    ("heads", "channels", "side_by_side", "group"),
+    [(16, 80, True, 8), (16, 72, True, 16), (16, 72, False, 8), (2, 72, True, 2), (6, 64, True, 6)],
+)
+def test_heads_side_by_side_fill_registers_or_are_all(heads, channels, side_by_side, group):
+    assert kernel.heads_of_group(heads, channels, side_by_side=side_by_side) == group
+
+
 @pytest.mark.parametrize("channels", [64, 72, 80])
 def test_channels_of_the_encoders_in_bfloat16(channels):
     id_N = np.repeat([0, 1], [200, 56])

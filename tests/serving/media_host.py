@@ -4,15 +4,17 @@ import contextlib
 import gzip
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+MEDIA = Path(__file__).parents[1] / "data" / "media"
 PICTURE = bytes(range(256)) * 4
 BOMB = gzip.compress(bytes(8 << 20))
 
 
 class _Handler(BaseHTTPRequestHandler):
     """Paths: /picture /status/N /redirect?to=URL /chain/N /hang /trickle /endless /short /gzip
-    /bomb /brotli /nogzip /clip /flip."""
+    /bomb /brotli /nogzip /clip /flip /media/NAME."""
 
     protocol_version = "HTTP/1.1"
     server: "_Host"
@@ -86,6 +88,9 @@ class _Handler(BaseHTTPRequestHandler):
         """A host that keeps to what the client says it takes."""
         taken = {"*/*", "video/*", "video/mp4"} & set(self.headers["accept"].split(", "))
         self._send(200 if taken else 406, PICTURE, content_type="video/mp4")
+
+    def _media(self, name, _):
+        self._send(200, (MEDIA / name).read_bytes(), content_type="image/png")
 
     def _flip(self, *_):
         self._send(200, b"%d" % len(self.server.hits))

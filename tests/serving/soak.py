@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,8 @@ class Crowd:
         self._client = httpx.AsyncClient(base_url=url, timeout=300, limits=limits)
         self.outcomes: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.seconds: list[float] = []
+        """From sending to the end of the answer, of all that were answered."""
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -159,6 +162,7 @@ class Crowd:
     async def _ask(self) -> None:
         case = self._random.choice(CASES)
         body = question(case) | {"stream": self._random.random() < 0.5}
+        start = time.perf_counter()
         response = await self._post(body)
         if response.status_code == 429 and "retry-after" in response.headers:
             self.outcomes["refused"] += 1
@@ -168,6 +172,7 @@ class Crowd:
             self.wrong.append(f"{case['pictures']}: {answer!r}, not {case['expected']!r}")
         else:
             self.outcomes["answered"] += 1
+            self.seconds.append(time.perf_counter() - start)
 
     async def _give_up(self) -> None:
         """Close the connection after some events, or after a moment without any."""

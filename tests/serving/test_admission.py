@@ -73,7 +73,7 @@ def test_requests_beyond_the_limit_get_429_and_the_others_are_answered(tokenizer
         statuses = sorted(answer.status_code for answer in answers)
         assert statuses == [200] * 3 + [429] * 7
         refused = next(answer for answer in answers if answer.status_code == 429)
-        assert refused.headers["retry-after"] == "1"
+        assert int(refused.headers["retry-after"]) >= 1
         assert "3 requests are in progress" in refused.json()["error"]["message"]
         assert post(url, {"messages": ASK}).status_code == 200
         assert httpx.get(f"{url}/health").status_code == 200
@@ -101,15 +101,18 @@ def test_too_many_pictures_are_refused_before_any_is_fetched(url, engine):
     limit = ServerConfig().engine.media.max_items
     response = post(url, with_pictures(limit + 1, "http://127.0.0.1:1/never-asked"))
     assert response.status_code == 400
-    assert f"{limit + 1} images; the limit is {limit}" in response.json()["error"]["message"]
+    assert (
+        f"{limit + 1} images and videos; the limit is {limit}"
+        in response.json()["error"]["message"]
+    )
     assert post(url, with_pictures(limit)).status_code == 200
 
 
 def test_a_body_of_nothing_but_values_is_refused_at_once(url):
-    body = b'{"messages": [' + b"{}," * 1_000_001 + b"{}]}"
+    body = b'{"messages": [' + b"{}," * 300_001 + b"{}]}"
     start = time.monotonic()
     response = post(url, body)
-    assert response.status_code == 400 and "more than 1000000 values" in response.text
+    assert response.status_code == 400 and "more than 300000 values" in response.text
     assert time.monotonic() - start < PATIENCE_SECONDS
 
 

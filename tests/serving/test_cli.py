@@ -108,6 +108,13 @@ def test_a_wrong_setting_ends_the_command_with_its_message(tokenizer):
     assert err.startswith("jaxmm: pages.page_size=3")
 
 
+def test_a_plan_for_requests_without_tokens_is_refused(tokenizer):
+    words = ("plan", "--topology", "v5e:2x2", "--suggest", "--length", "0")
+    status, out, err, _ = run(tokenizer, *words)
+    assert (status, out) == (1, "")
+    assert err.startswith("jaxmm: length=0 is below 1")
+
+
 def test_a_port_in_use_is_told_before_the_engine_is_loaded(tokenizer):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

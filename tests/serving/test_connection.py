@@ -3,11 +3,14 @@
 import contextlib
 import json
 import socket
+import threading
 import time
 
 import pytest
 
 from serving import connection
+from serving.config import ServerConfig
+from serving.main import uvicorn_config
 from tests.fakes import FakeEngine
 from tests.serving.conftest import ASK, post, running
 
@@ -133,3 +136,73 @@ def test_a_client_that_reads_nothing_is_cut_off_and_its_request_aborted(tokenize
         assert engine.aborted and not engine.running
         assert engine.num_tokens < 100_000
         assert post(url, BODY).status_code == 200
+
+
+class Holding(FakeEngine):
+    """Holds up the whole event loop at its first request, as a pause of the process would."""
+
+    async def astream(self, request):
+        if not self.requests:
+            time.sleep(1.5)
+        async for delta in super().astream(request):
+            yield delta
+
+
+def test_a_request_that_came_while_the_server_was_held_up_is_answered(tokenizer):
+    """Its time for a head was over before it could be read."""
+    with running(Holding(tokenizer)) as url, connected(url) as client:
+        threading.Thread(target=post, args=(url, BODY)).start()
+        time.sleep(0.3)
+        client.sendall(WHOLE)
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_where_there_is_no_room_the_connection_that_is_idle_longest_is_closed(url, monkeypatch):
+    """And one that is not idle never is."""
+    with connected(url) as first, connected(url) as second, connected(url) as busy:
+        busy.sendall(WHOLE[:50])
+        for client in (first, second):
+            client.sendall(WHOLE)
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+        time.sleep(0.1)
+        monkeypatch.setattr(connection, "MAX_CONNECTIONS", 3)
+        with connected(url) as third:
+            third.sendall(WHOLE)
+            assert third.recv(100).startswith(b"HTTP/1.1 200")
+            assert b"chat.completion" in read_to_end(first)
+            second.sendall(WHOLE)
+            assert second.recv(100)
+            with connected(url) as fourth:
+                fourth.sendall(WHOLE)
+                assert fourth.recv(100).startswith(b"HTTP/1.1 200")
+        busy.sendall(WHOLE[50:])
+        assert busy.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_a_connection_is_kept_for_longer_than_load_balancers_keep_it(tokenizer):
+    assert uvicorn_config(FakeEngine(tokenizer), ServerConfig()).timeout_keep_alive > 600
+    config = ServerConfig(keep_alive_seconds=1)
+    with running(FakeEngine(tokenizer), config) as url, connected(url) as client:
+        client.sendall(WHOLE)
+        start = time.monotonic()
+        assert read_to_end(client).startswith(b"HTTP/1.1 200")
+        assert 0.5 < time.monotonic() - start < PATIENCE_SECONDS
+
+
+def test_a_head_that_begins_on_a_kept_connection_has_the_time_of_any_head(url):
+    """Also where the answer came before the end of the body, which sets another timer."""
+    with connected(url) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        client.sendall(b"body")
+        time.sleep(0.1)
+        client.sendall(b"POST /v1")
+        read_to_end(client)  # a server that keeps it lets this time out
+
+
+def test_a_head_that_begins_before_the_answer_to_another_has_its_time_after_it(tokenizer):
+    with running(FakeEngine(tokenizer, seconds_before_answer=1.0)) as url, connected(url) as client:
+        client.sendall(WHOLE)
+        time.sleep(0.1)
+        client.sendall(b"POST /v1")
+        assert read_to_end(client).startswith(b"HTTP/1.1 200")

@@ -28,7 +28,7 @@ def test_a_request_error_and_a_flood_are_the_clients_fault_and_the_others_are_no
 
 
 def test_the_nearest_class_answers():
-    assert answer_for(MediaTooLarge("a")).code == "image_too_large"
+    assert answer_for(MediaTooLarge("a")).code == "media_too_large"
     assert answer_for(KeyError("a")).status == 500
 
 

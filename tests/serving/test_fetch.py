@@ -20,6 +20,7 @@ from serving.errors import FetchError
 from serving.fetch import Fetcher
 from serving.gates import Gates
 from serving.local_files import read_file_url
+from serving.offload import Offload
 from serving.remote import Remote
 from tests.serving.media_host import PICTURE, media_host
 
@@ -48,7 +49,7 @@ def fetch(url, *, max_bytes=MAX_BYTES, **settings):
 def fetch_all(urls, *, max_bytes=MAX_BYTES, max_total_bytes=1 << 20, **settings):
     async def run():
         config = FetchConfig(**settings)
-        fetcher = Fetcher(config, max_bytes=max_bytes, max_total_bytes=max_total_bytes)
+        fetcher = Fetcher(config, Offload(), max_bytes=max_bytes, max_total_bytes=max_total_bytes)
         try:
             return await fetcher.fetch_all(urls)
         finally:
@@ -146,7 +147,7 @@ def test_a_redirect_to_another_scheme_is_refused(host):
 def test_paths_and_other_schemes_get_one_and_the_same_message(url):
     with pytest.raises(FetchError) as refused:
         fetch(url)
-    assert str(refused.value) == "here: images are taken from data:, http:, https: URLs"
+    assert str(refused.value) == "here: images and videos are taken from data:, http:, https: URLs"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_urls_that_cannot_be_asked(url, problem):
 
 
 def test_no_scheme_at_all_means_data_uris_alone():
-    with pytest.raises(FetchError, match="images are taken from data: URLs"):
+    with pytest.raises(FetchError, match="images and videos are taken from data: URLs"):
         fetch("http://example.org/", schemes=())
 
 
@@ -389,7 +390,10 @@ def test_a_folder_does_not_open_other_schemes(folder):
     for url in ("/etc/hostname", "./a.png", str(folder / "a.png"), "files:///x", "ftp://x/y"):
         with pytest.raises(FetchError) as refused:
             fetch(url, file_folder=str(folder))
-        assert str(refused.value) == "here: images are taken from data:, http:, https:, file: URLs"
+        assert (
+            str(refused.value)
+            == "here: images and videos are taken from data:, http:, https:, file: URLs"
+        )
 
 
 def test_no_descriptor_is_left_by_files(folder):

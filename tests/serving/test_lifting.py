@@ -94,10 +94,23 @@ def test_what_only_looks_like_a_picture_is_read_as_it_came(body):
     assert read(data) == read_whole(data)
 
 
-def test_an_escaped_string_is_not_taken_out():
+def test_a_string_with_slashes_escaped_is_taken_out_without_that():
     body = encode(ask(picture(LARGE))).replace(b"/", b"\\/")
-    assert lift(body).uris == {}
+    [uri] = lift(body).uris.values()
+    assert bytes(uri).decode() == LARGE
     assert read(body)[1] == {"messages[0].content[0].image_url": LARGE}
+
+
+@pytest.mark.parametrize("escape", [b"\\u002f", b"\\\\", b"\\\\/", b"\\n"])
+def test_a_string_with_other_escapes_is_not_taken_out(escape):
+    body = encode(ask(picture(LARGE))).replace(b"/", escape)
+    assert lift(body).uris == {}
+    assert read(body) == read_whole(body)
+
+
+def test_short_pictures_stay_where_they_are():
+    assert lift(encode(ask(picture(LARGE[:4000])))).uris == {}
+    assert len(lift(encode(ask(picture(LARGE[:5000])))).uris) == 1
 
 
 def test_a_name_cannot_be_guessed():

@@ -1,5 +1,6 @@
 """jaxmm's own endpoints: generation as the engine takes it, tokens, plans, caches, aborts."""
 
+import asyncio
 import base64
 import json
 import re
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from serving.config import ServerConfig
 from serving.example import picture_uri
 from serving.metrics import CONTENT_TYPE
 from tests.fakes import FakeEngine
@@ -103,7 +105,7 @@ def test_what_is_no_encoded_image_is_refused(url, data):
     image = {"safetensors": f"data:;base64,{base64.b64encode(data).decode()}"}
     response = post_to(url, "/generate", {"token_ids": [5], "images": [image]})
     assert response.status_code == 400
-    assert response.json()["error"]["code"] == "invalid_image"
+    assert response.json()["error"]["code"] == "invalid_media"
 
 
 @pytest.mark.parametrize(
@@ -144,6 +146,19 @@ def test_a_conversation_is_tokenized_with_its_placeholders(url, engine):
     plain = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
     assert ids == engine.tokenizer.encode_chat(plain).ids.tolist()
     assert ids.count(engine.tokenizer.placeholder_id) == 1
+
+
+def test_pictures_of_a_conversation_are_not_counted_as_its_text(url, engine):
+    large = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (9 << 20)}}
+    plain = [{"role": "user", "content": [{"type": "image"}]}]
+    answer = post_to(url, "/tokenize", {"messages": [{"role": "user", "content": [large]}]})
+    assert answer.json()["token_ids"] == engine.tokenizer.encode_chat(plain).ids.tolist()
+
+
+def test_a_text_that_spells_a_picture_is_tokenized_as_it_is(url, engine):
+    text = "data:image/png;base64," + "A" * 5000
+    tokens = post_to(url, "/tokenize", {"text": text}).json()
+    assert tokens["token_ids"] == engine.tokenizer.encode_text(text).tolist()
 
 
 def test_special_tokens_are_shown_unless_they_are_skipped(url, engine):
@@ -254,3 +269,31 @@ def test_times_and_ends_are_counted(tokenizer):
     assert 'jaxmm_completions_total{finish_reason="stop"} 4.0' in text
     assert "jaxmm_request_seconds_count 2.0" in text
     assert 'jaxmm_cache_hits_total{cache="rows"} 2.0' in text
+
+
+class Planning(FakeEngine):
+    """Takes its time over a plan."""
+
+    async def cost(self, request):
+        self.running.add(request.id)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.aborted.append(request.id)
+            raise
+        finally:
+            self.running.discard(request.id)
+
+
+def test_a_plan_ends_with_its_deadline_and_with_its_client(tokenizer):
+    engine = Planning(tokenizer)
+    body = {"messages": ASK}
+    with running(engine, ServerConfig(deadline_seconds=1.0)) as url:
+        refused = post_to(url, "/v1/plan", body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert len(engine.aborted) == 1
+    with running(engine) as url:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/plan", json=body, timeout=2.0)
+        wait_until(lambda: len(engine.aborted) == 2)
+        assert not engine.running

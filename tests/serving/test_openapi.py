@@ -5,6 +5,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.python import asgi
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -42,6 +43,9 @@ OPERATIONS = (
 )
 
 
+MAX_EXAMPLES = 8
+"""Of each route and kind of body, the same ones in every run."""
+
 RUNS = [(path, method, GenerationMode.POSITIVE) for path, method in OPERATIONS]
 RUNS += [
     (path, method, GenerationMode.NEGATIVE)
@@ -51,9 +55,20 @@ RUNS += [
 
 
 @pytest.fixture(scope="module")
-def page(tokenizer):
-    app = create_app(FakeEngine(tokenizer), ServerConfig())
+def app(tokenizer):
+    return create_app(FakeEngine(tokenizer), ServerConfig())
+
+
+@pytest.fixture(scope="module")
+def page(app):
     return schemathesis.openapi.from_asgi("/openapi.json", app)
+
+
+@pytest.fixture(scope="module")
+def session(app):
+    """One for all: the server would else be started and ended for every request."""
+    with asgi.get_client(app) as client:
+        yield client
 
 
 def test_every_operation_is_asked(page):
@@ -62,12 +77,12 @@ def test_every_operation_is_asked(page):
 
 
 @pytest.mark.parametrize(("path", "method", "mode"), RUNS)
-def test_every_answer_is_one_that_the_page_describes(page, path, method, mode):
+def test_every_answer_is_one_that_the_page_describes(page, session, path, method, mode):
     """Bodies that the page allows, and bodies that it does not."""
     operation = page[path][method]
 
     @settings(
-        max_examples=20,
+        max_examples=MAX_EXAMPLES,
         deadline=None,
         derandomize=True,
         database=None,
@@ -76,13 +91,13 @@ def test_every_answer_is_one_that_the_page_describes(page, path, method, mode):
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case):
-        case.call_and_validate(checks=CHECKS)
+        case.call_and_validate(checks=CHECKS, session=session)
 
     ask()
 
 
-def test_every_reference_of_the_page_leads_somewhere(tokenizer):
-    page = create_app(FakeEngine(tokenizer), ServerConfig()).openapi()
+def test_every_reference_of_the_page_leads_somewhere(app):
+    page = app.openapi()
     schemas = page["components"]["schemas"]
 
     def references(value):

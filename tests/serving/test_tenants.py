@@ -140,6 +140,28 @@ def test_no_key_is_shown_or_logged(closed, caplog):
         assert key not in repr(ServerConfig(api_keys=KEYS))
 
 
+@pytest.mark.parametrize(
+    ("keys", "admins", "sent", "status"),
+    [((), (), None, 200), (("a-key",), (), "a-key", 403), (("a-key",), ("b:b-key",), "a-key", 403),
+     (("a-key",), ("b:b-key",), "b-key", 200), (("a-key",), ("b:b-key",), "c-key", 401),
+     (("a-key", "b-key"), ("b-key",), "b-key", 200), (("a-key", "b-key"), ("b-key",), "a-key", 403),
+     ((), ("b-key",), None, 403), ((), ("b-key",), "c-key", 403), ((), ("b-key",), "b-key", 200)],
+)  # fmt: skip
+def test_what_concerns_all_tenants_takes_a_key_of_an_administrator(
+    tokenizer, keys, admins, sent, status
+):
+    engine = FakeEngine(tokenizer)
+    headers = {"authorization": f"Bearer {sent}"} if sent else {}
+    with running(engine, ServerConfig(api_keys=keys, admin_keys=admins)) as url:
+        answer = httpx.post(f"{url}/flush_cache", headers=headers)
+        assert (answer.status_code, engine.flushes) == (status, status == 200)
+        if status == 403:
+            assert answer.json()["error"]["code"] == "admin_key_needed"
+            assert "admin_keys" in answer.json()["error"]["message"]
+        if status == 200:  # an administrator's key is a key like any other, too
+            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+
+
 BODIES = {
     "/v1/chat/completions": {"messages": ASK},
     "/v1/completions": {"prompt": "a", "max_tokens": 2},

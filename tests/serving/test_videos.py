@@ -95,6 +95,8 @@ def test_frames_sent_as_such_are_a_video(url: str) -> None:
         urls.append(uri(file.getvalue(), "image/png"))
     details = usage(url, {"type": "video", "video": urls})
     assert (details["video_tokens"], details["image_tokens"]) == (8, 0)
+    pruned = usage(url, {"type": "video", "video": urls}, video_pruning_rate=0.25)
+    assert pruned["video_tokens"] == 6  # the first step's four, and two of the second
 
 
 @pytest.mark.parametrize("name", ["1f", "2f", "3f", "10f_10fps"])
@@ -120,6 +122,7 @@ def test_what_cannot_be_used_is_refused_and_the_server_goes_on(url: str) -> None
     assert refused(url, video_part((MEDIA / "frames40.txt").read_text().strip()))
     assert "fps" in refused(url, video_part(uri(make_clip(2))), fps=-1)
     assert "num_frames" in refused(url, video_part(uri(make_clip(2))), num_frames=0)
+    assert "video_pruning_rate" in refused(url, video_part(uri(make_clip(2))), video_pruning_rate=1)
     assert "not both" in refused(url, video_part(uri(make_clip(2))), num_frames=1, fps=1)
     assert refused(url, {"type": "video", "video": []})
     assert refused(url, {"type": "video_url", "image_url": {"url": "http://host/a"}})

@@ -31,14 +31,14 @@ def text_parameters(config: TextConfig) -> list[Parameter]:
     return [*text_ends(config), *(p for layer in layers for p in _text_layer(config, layer))]
 
 
-def text_ends(config: TextConfig) -> list[Parameter]:
+def text_ends(config: TextConfig, prefix: str = "") -> list[Parameter]:
     """What stands before and after a decoder's layers: embedding, last norm, head."""
     table = (config.vocab_size, config.width)
     ends = [
-        Parameter(("text", "embed_VD"), (Tensor("model.embed_tokens.weight", table),)),
-        Parameter(("text", "norm_D"), (Tensor("model.norm.weight", (config.width,)),)),
+        Parameter(("text", "embed_VD"), (Tensor(f"{prefix}model.embed_tokens.weight", table),)),
+        Parameter(("text", "norm_D"), (Tensor(f"{prefix}model.norm.weight", (config.width,)),)),
     ]
-    head = Parameter(("text", "head_VD"), (Tensor("lm_head.weight", table),))
+    head = Parameter(("text", "head_VD"), (Tensor(f"{prefix}lm_head.weight", table),))
     return ends if config.tied else [*ends, head]
 
 

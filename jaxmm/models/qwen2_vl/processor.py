@@ -112,15 +112,20 @@ class ImageProcessor:
         return hashlib.sha256(repr(settings).encode()).digest()
 
     def limits(
-        self, min_pixels: int | None = None, max_pixels: int | None = None
+        self,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        *,
+        num_images: int = 1,
     ) -> tuple[int, int]:
-        """Pixel limits of one request, within the server's.
+        """Pixel limits of one request, within the server's, however many pictures it has.
 
         A lower `max_pixels` takes the server's `min_pixels` down with it.
 
         Raises:
             RequestError: Limits outside the server's, or contradicting each other.
         """
+        del num_images
         upper = self.max_pixels if max_pixels is None else max_pixels
         if not self.unit**2 <= upper <= self.max_pixels:
             raise RequestError(

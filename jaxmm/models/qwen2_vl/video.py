@@ -86,14 +86,7 @@ class VideoProcessor:
 
     def choose(self, timeline: Timeline, sampling: Sampling) -> list[int]:
         """Indices of the frames to look at: an even number, but for a video of one frame."""
-        return sample_frames(
-            timeline,
-            fps=sampling.fps,
-            num_frames=sampling.num_frames,
-            min_frames=MIN_FRAMES,
-            max_frames=self.max_frames,
-            even=True,
-        )
+        return choose_frames(timeline, sampling, self.max_frames, even=True)
 
     def size(self, num_frames: int, height: int, width: int, max_pixels: int) -> tuple[int, int]:
         """Height and width of the resized frames.
@@ -109,15 +102,9 @@ class VideoProcessor:
 
     def steps(self, clip: Clip, max_pixels: int, *, allocate: Allocate = new_array) -> Steps:
         """Decode, resize and cut the chosen frames; see `cut_steps`."""
-        timeline, image = clip.timeline, self.image
-        return cut_steps(
-            clip,
-            self.size(len(clip.indices), timeline.height, timeline.width, max_pixels),
-            patch_size=image.patch_size,
-            merge_size=image.merge_size,
-            cut=image.cut_frame,
-            allocate=allocate,
-        )
+        height, width = clip.timeline.height, clip.timeline.width
+        size = self.size(len(clip.indices), height, width, max_pixels)
+        return cut_clip(clip, self.image, size, allocate)
 
     def times(self, timing: Timing) -> tuple[int, ...]:
         """M-RoPE time of each step, counted from the first."""
@@ -129,6 +116,32 @@ class VideoProcessor:
     def surroundings(self, timing: Timing) -> list[Surroundings]:
         """Nothing stands around the tokens of a step: all steps are one run."""
         return [Surroundings()] * len(timing.seconds)
+
+
+def choose_frames(
+    timeline: Timeline, sampling: Sampling, max_frames: int, *, even: bool
+) -> list[int]:
+    """`sample_frames` by a request's wishes, with the models' least number."""
+    return sample_frames(
+        timeline,
+        fps=sampling.fps,
+        num_frames=sampling.num_frames,
+        min_frames=MIN_FRAMES,
+        max_frames=max_frames,
+        even=even,
+    )
+
+
+def cut_clip(clip: Clip, image: ImageProcessor, size: tuple[int, int], allocate: Allocate) -> Steps:
+    """`cut_steps` into the patches of pictures."""
+    return cut_steps(
+        clip,
+        size,
+        patch_size=image.patch_size,
+        merge_size=image.merge_size,
+        cut=image.cut_frame,
+        allocate=allocate,
+    )
 
 
 def video_fingerprint(image: ImageProcessor, revision: int) -> bytes:

@@ -70,7 +70,7 @@ def _experts(config: TextConfig, at: ParameterPath, source: str) -> list[Paramet
     gate_up = Tensor(f"{source}.experts.gate_up_proj", (num, width, 2 * inner), swapped=True)
     down = Tensor(f"{source}.experts.down_proj", (num, inner, width), swapped=True)
     return [
-        Parameter((*at, "router_ZD"), (router,)),
+        Parameter((*at, "router_XD"), (router,)),
         Parameter((*at, "gate_up_ZDO"), (gate_up,), flat=False),
         Parameter((*at, "down_ZFD"), (down,), flat=False),
     ]

@@ -7,6 +7,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
+from jaxmm.device.backend import Backend
 from jaxmm.device.experts import expert_mlp, route
 from jaxmm.device.image_rows import ImageRows
 from jaxmm.device.kv import KVPages, PagedAttention
@@ -55,7 +56,8 @@ class TextLayer(nnx.Module):
             )
             hidden_TD += linear(attended_TO, self.out_DO[...])
         with jax.named_scope("mlp"):
-            hidden_TD += self.mlp(rms_norm(hidden_TD, self.mlp_norm_D[...], config.rms_eps))
+            x_TD = rms_norm(hidden_TD, self.mlp_norm_D[...], config.rms_eps)
+            hidden_TD += self.mlp(x_TD, attention.backend)
         return hidden_TD, pages
 
 
@@ -67,7 +69,7 @@ class Mlp(nnx.Module):
         self.gate_up_2FD = nnx.Param(jnp.zeros((2, f, d), dtype))
         self.down_DF = nnx.Param(jnp.zeros((d, f), dtype))
 
-    def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def __call__(self, x_TD: Float[Array, "T D"], _: Backend) -> Float[Array, "T D"]:
         return gated_mlp(x_TD, self.gate_up_2FD[...], self.down_DF[...])
 
 
@@ -76,14 +78,15 @@ class Experts(nnx.Module):
 
     def __init__(self, config: TextConfig, dtype: DTypeLike) -> None:
         z, d, f = config.num_experts, config.width, config.expert_width
-        self.router_ZD = nnx.Param(jnp.zeros((z, d), dtype))
+        # X, all experts, is whole on every chip; of Z each chip has a part
+        self.router_XD = nnx.Param(jnp.zeros((z, d), dtype))
         self.gate_up_ZDO = nnx.Param(jnp.zeros((z, d, 2 * f), dtype))
         self.down_ZFD = nnx.Param(jnp.zeros((z, f, d), dtype))
         self.per_token = config.experts_per_token
 
-    def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        routing = route(linear(x_TD, self.router_ZD[...]), self.per_token)
-        return expert_mlp(x_TD, self.gate_up_ZDO[...], self.down_ZFD[...], routing)
+    def __call__(self, x_TD: Float[Array, "T D"], backend: Backend) -> Float[Array, "T D"]:
+        routing = route(linear(x_TD, self.router_XD[...]), self.per_token)
+        return expert_mlp(x_TD, self.gate_up_ZDO[...], self.down_ZFD[...], routing, backend)
 
 
 class TextDecoder(nnx.Module):

@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxmm.host.clip import Clip, Timeline, sample_frames
+from jaxmm.host.clip import Clip, Timeline
 from jaxmm.host.video import (
     Allocate,
     Sampling,
     Steps,
     Surroundings,
     Timing,
-    cut_steps,
     new_array,
 )
 from jaxmm.models.json_files import read_json
 from jaxmm.models.qwen2_vl.processor import ImageProcessor, check_aspect
 from jaxmm.models.qwen2_vl.video import (
     MAX_PIXELS,
-    MIN_FRAMES,
+    choose_frames,
+    cut_clip,
     largest_video_bytes,
     video_fingerprint,
 )
@@ -96,14 +96,7 @@ class VideoProcessor:
 
     def choose(self, timeline: Timeline, sampling: Sampling) -> list[int]:
         """Indices of the frames to look at."""
-        return sample_frames(
-            timeline,
-            fps=sampling.fps,
-            num_frames=sampling.num_frames,
-            min_frames=MIN_FRAMES,
-            max_frames=self.max_frames,
-            even=False,
-        )
+        return choose_frames(timeline, sampling, self.max_frames, even=False)
 
     def size(self, num_frames: int, height: int, width: int, max_pixels: int) -> tuple[int, int]:
         """Height and width of the resized frames; the model's smart_resize for videos.
@@ -142,15 +135,9 @@ class VideoProcessor:
 
     def steps(self, clip: Clip, max_pixels: int, *, allocate: Allocate = new_array) -> Steps:
         """Decode, resize and cut the chosen frames; see `cut_steps`."""
-        timeline, image = clip.timeline, self.image
-        return cut_steps(
-            clip,
-            self.size(len(clip.indices), timeline.height, timeline.width, max_pixels),
-            patch_size=image.patch_size,
-            merge_size=image.merge_size,
-            cut=image.cut_frame,
-            allocate=allocate,
-        )
+        height, width = clip.timeline.height, clip.timeline.width
+        size = self.size(len(clip.indices), height, width, max_pixels)
+        return cut_clip(clip, self.image, size, allocate)
 
     def times(self, timing: Timing) -> None:
         """Each step stands for itself, as a picture does: its time is in the text before it."""

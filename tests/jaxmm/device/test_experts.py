@@ -7,13 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxmm.device.backend import Backend
 from jaxmm.device.experts import by_blocks, by_ragged_dot, expert_mlp, route
 
 TOKENS, EXPERTS, WIDTH, INNER, CHOSEN = 40, 5, 8, 6, 2
 TOLERANCE = 1e-5
 """Relative to the largest value: float32 sums of a few terms in other orders."""
 
-_routed = jax.jit(lambda x, gate_up, down, logits: expert_mlp(x, gate_up, down, route(logits, 2)))
+_routed = jax.jit(
+    lambda x, gate_up, down, logits: expert_mlp(x, gate_up, down, route(logits, 2), Backend())
+)
 
 
 def weights(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -51,7 +51,7 @@ def interpreting() -> Iterator[None]:
 def parts() -> Iterator[Parts]:
     model = str(checkpoint("qwen2_5_vl", wide=True))
     settings = {**SMALL, **SIZES, "model": model, "compile_cache_dir": ""}
-    built = build_parts(load_config(EngineConfig, None, settings))
+    (built,) = build_parts(load_config(EngineConfig, None, settings))
     yield built
     built.close()
 

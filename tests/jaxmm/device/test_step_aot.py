@@ -6,10 +6,11 @@ Two layers of each kind stand for all: a layer more adds its weights and its poo
 from importlib.util import find_spec
 
 import pytest
+from jax.sharding import Mesh
 
 from jaxmm.device.lowering import Lowering
+from jaxmm.planner.compiler import CompiledStep, chip_bytes, compile_step
 from tests.bench import step_cases
-from tests.bench.step_cases import CompiledStep
 
 pytestmark = [
     pytest.mark.aot,
@@ -23,7 +24,7 @@ LAYERS = 2
 
 
 @pytest.fixture(scope="module")
-def lowered_by() -> tuple[Lowering, object]:
+def lowered_by() -> tuple[Lowering, Mesh]:
     return step_cases.lowering(step_cases.qwen2_5_vl_7b(LAYERS, LAYERS), TOPOLOGY, CHIPS)
 
 
@@ -31,14 +32,14 @@ def whole_model_bytes(compiled: CompiledStep) -> int:
     """Weights, pools, arena and state of all layers on one chip, and the step's temporaries."""
     whole, _ = step_cases.lowering(step_cases.qwen2_5_vl_7b(), TOPOLOGY, CHIPS)
     held = (whole.params, whole.kv_pages, whole.arena, whole.state)
-    return step_cases.chip_bytes(held) + compiled.temporary_bytes
+    return chip_bytes(held) + compiled.temporary_bytes
 
 
 @pytest.mark.parametrize("num_tokens", [64, 2048])
-def test_language_step(lowered_by: tuple[Lowering, object], num_tokens: int) -> None:
+def test_language_step(lowered_by: tuple[Lowering, Mesh], num_tokens: int) -> None:
     steps, mesh = lowered_by
-    compiled = step_cases.compile_step(steps, mesh, "language", num_tokens)
-    pools, state = step_cases.chip_bytes(steps.kv_pages), step_cases.chip_bytes(steps.state)
+    compiled = compile_step(steps, mesh, ("language", num_tokens))
+    pools, state = chip_bytes(steps.kv_pages), chip_bytes(steps.state)
     assert compiled.aliased_bytes >= pools + state
     assert compiled.temporary_bytes < pools  # two layers' pools of 64 MiB: no copy of them
     assert whole_model_bytes(compiled) < CHIP_BYTES
@@ -47,9 +48,18 @@ def test_language_step(lowered_by: tuple[Lowering, object], num_tokens: int) -> 
     assert compiled.collectives() == [("all-reduce", residual)] * (1 + 2 * LAYERS)
 
 
-def test_encode_step(lowered_by: tuple[Lowering, object]) -> None:
+def test_steps_of_a_model_with_deepstack_and_heads_of_72() -> None:
+    steps, mesh = step_cases.lowering(step_cases.qwen3_vl_8b(3, 3), TOPOLOGY, CHIPS)
+    compiled = compile_step(steps, mesh, ("encode", 4096))
+    assert compiled.aliased_bytes >= chip_bytes(steps.arena)
+    # every chip encodes 4096 patches of its own, and has the rows of all, of four levels
+    assert set(compiled.num_collectives) == {"all-gather"}
+    assert compiled.collective_bytes == CHIPS * 1024 * 4 * 4096 * 2
+
+
+def test_encode_step(lowered_by: tuple[Lowering, Mesh]) -> None:
     steps, mesh = lowered_by
-    compiled = step_cases.compile_step(steps, mesh, "encode", 4096)
-    assert compiled.aliased_bytes >= step_cases.chip_bytes(steps.arena)
+    compiled = compile_step(steps, mesh, ("encode", 4096))
+    assert compiled.aliased_bytes >= chip_bytes(steps.arena)
     assert whole_model_bytes(compiled) < CHIP_BYTES
     assert compiled.collectives() == []

@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmm.errors import ConfigError, MediaTooLarge
-from jaxmm.host.buckets import Buckets, patch_rungs, round_up, token_rungs
+from jaxmm.host.buckets import Buckets, patch_rungs, round_up, tile_rungs, token_rungs
+
+
+def test_tile_rungs_hold_whole_tiles() -> None:
+    # 2, 3, 4, 5, 6, 7, 8 and 10 tiles of 27 x 27 patches
+    rungs = tile_rungs(729, 256, 7290, dense=True, align=64)
+    assert rungs == (1472, 2240, 2944, 3648, 4416, 5120, 5888, 7296)
+    assert [rung // 729 for rung in rungs] == [2, 3, 4, 5, 6, 7, 8, 10]
+    assert tile_rungs(729, 3000, 3000, dense=False, align=256) == (3840,)  # five
 
 
 def test_token_rungs_worked_out_by_hand() -> None:
@@ -16,7 +24,8 @@ def test_token_rungs_worked_out_by_hand() -> None:
     )
     assert token_rungs(1, 80, dense=True) == (1, 2, 4, 8, 16, 32, 64, 96)
     assert token_rungs(128, 200, dense=True) == (128, 160, 192, 224)
-    assert token_rungs(256, 400, dense=True) == (256, 288, 320, 384, 448)
+    assert token_rungs(256, 340, dense=True) == (256, 288, 320, 352)
+    assert token_rungs(480, 600, dense=True) == (512, 576, 640)
 
 
 def test_patch_rungs_worked_out_by_hand() -> None:
@@ -75,8 +84,8 @@ def test_rungs_that_do_not_ascend_are_refused(tokens: tuple[int, ...]) -> None:
         Buckets(tokens=tokens, patches=(64,))
 
 
-def test_executables_are_one_a_rung_and_the_prime_step() -> None:
-    assert Buckets(tokens=(1, 2), patches=(64, 128, 192)).num_executables == 2 + 3 + 2
+def test_executables_are_one_a_rung_and_three_more() -> None:
+    assert Buckets(tokens=(1, 2), patches=(64, 128, 192)).num_executables == 2 + 3 + 3
 
 
 def test_round_up() -> None:

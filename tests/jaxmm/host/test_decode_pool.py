@@ -19,7 +19,7 @@ from PIL import Image
 
 from jaxmm.errors import EngineStopped, MediaError, MediaTooLarge, RequestError
 from jaxmm.host.decode import InlineDecoder, Processed
-from jaxmm.host.decode_pool import DecodePool
+from jaxmm.host.decode_pool import DecodeFault, DecodePool
 from jaxmm.host.media import Limits
 from jaxmm.models.qwen2_vl.processor import ImageProcessor
 
@@ -89,13 +89,18 @@ def test_error_of_a_worker_has_its_class_and_text(pool: DecodePool) -> None:
 
 
 class _Stops(ImageProcessor):
-    """Ends its process on 1 x 1 pixels, as a crash in a library would, and hangs on 28 x 28."""
+    """Ends its process on 1 x 1 pixels, as a crash in a library would, and hangs on 28 x 28; at
+    27 x 27 it has a fault of its own, and 26 x 28 takes the process over and answers nonsense."""
 
     def patches(self, image, *args, **kwargs):  # type: ignore[no-untyped-def]
         if image.size == (1, 1):
             os.kill(os.getpid(), signal.SIGKILL)
         if image.size == (28, 28):
             signal.pause()
+        if image.size == (27, 27):
+            raise AttributeError("ours")
+        if image.size == (26, 28):
+            os.write(int(sys.argv[1]), b"\0\0\0\2{}")
         return super().patches(image, *args, **kwargs)
 
 
@@ -116,6 +121,30 @@ def test_worker_that_dies_fails_its_own_picture_alone(stopping_pool: DecodePool)
                 future.result()
         else:
             assert_same(future.result(), INLINE.submit(DATA / name).result())
+
+
+def test_fault_of_ours_costs_no_worker_and_refuses_no_file(
+    stopping_pool: DecodePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    processes = children()
+    for _ in range(2):
+        with pytest.raises(DecodeFault, match="AttributeError"):
+            stopping_pool.submit(DATA / "size_27x27.png").result()
+    assert stopping_pool.submit(DATA / "green.png").result().num_rows == 16
+    assert children() == processes
+    assert 'raise AttributeError("ours")' in caplog.text  # where it is to be mended
+
+
+def test_worker_that_answers_nonsense_is_replaced_before_the_next_picture(
+    stopping_pool: DecodePool,
+) -> None:
+    """Its next answer would be that of the picture before."""
+    for _ in range(3):
+        with pytest.raises(KeyError):
+            stopping_pool.submit(DATA / "size_26x28.png").result()
+    for name in ("red.png", "green.png", "blue.png"):
+        result = stopping_pool.submit(DATA / name).result()
+        assert_same(result, INLINE.submit(DATA / name).result())
 
 
 def test_worker_that_hangs_is_replaced(stopping_pool: DecodePool) -> None:

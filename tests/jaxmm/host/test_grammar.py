@@ -22,10 +22,14 @@ def tokenizer(tmp_path_factory):
     return ChatTokenizer.from_checkpoint(directory)
 
 
+def ends(tokenizer):
+    return chat_checkpoints.eos_ids(tokenizer.token_bytes)
+
+
 @pytest.fixture(scope="module")
 def grammars(tokenizer):
     return Grammars(
-        tokenizer.token_bytes, tokenizer.special_ids, tokenizer.eos_ids, tokenizer.encode_plain
+        tokenizer.token_bytes, tokenizer.special_ids, ends(tokenizer), tokenizer.encode_plain
     )
 
 
@@ -42,7 +46,7 @@ def random_walk(matcher, tokenizer, rng, banned=()):
         if matcher.is_complete:
             return text.decode()
         token = int(rng.choice(allowed(matcher, tokenizer)))
-        if token in tokenizer.eos_ids:
+        if token in ends(tokenizer):
             return text.decode()
         text += tokenizer.token_bytes[token]
         matcher.take(token, banned)
@@ -115,12 +119,12 @@ def test_json_as_python_writes_it_can_be_said(tokenizer, grammars, value):
         for token in tokenizer.encode_plain(json.dumps(value, ensure_ascii=False, **style)):
             assert token in allowed(matcher, tokenizer)
             matcher.take(token)
-        assert matcher.is_complete or set(tokenizer.eos_ids) <= set(allowed(matcher, tokenizer))
+        assert matcher.is_complete or set(ends(tokenizer)) <= set(allowed(matcher, tokenizer))
 
 
 def test_no_special_token_but_the_end_is_ever_allowed(tokenizer, grammars):
     matcher = grammars.compile("start: /(.|\\n)*/").start()
-    assert set(allowed(matcher, tokenizer)) & tokenizer.special_ids == set(tokenizer.eos_ids)
+    assert set(allowed(matcher, tokenizer)) & tokenizer.special_ids == set(ends(tokenizer))
 
 
 def test_white_space_has_an_end(tokenizer, grammars):
@@ -147,8 +151,8 @@ def test_ids_held_back_are_not_allowed(tokenizer, grammars):
     matcher = grammars.compile("start: /a+/")
     assert set(allowed(matcher.start(), tokenizer)) >= {a}
     begun = matcher.start()
-    begun.take(a, tokenizer.eos_ids)
-    assert not set(allowed(begun, tokenizer)) & set(tokenizer.eos_ids)
+    begun.take(a, ends(tokenizer))
+    assert not set(allowed(begun, tokenizer)) & set(ends(tokenizer))
     assert not begun.is_complete
 
 
@@ -156,8 +160,8 @@ def test_an_output_that_only_its_end_can_follow_is_complete_even_if_the_end_is_h
     tokenizer, grammars
 ):
     [a] = tokenizer.encode_plain("a")
-    matcher = grammars.compile("start: /a{1,2}/").start(tokenizer.eos_ids)
-    matcher.take(a, (*tokenizer.eos_ids, a, *tokenizer.encode_plain("aa")))
+    matcher = grammars.compile("start: /a{1,2}/").start(ends(tokenizer))
+    matcher.take(a, (*ends(tokenizer), a, *tokenizer.encode_plain("aa")))
     assert matcher.is_complete
 
 
@@ -195,9 +199,9 @@ def test_what_is_no_grammar_is_refused_in_one_line(grammars, grammar):
 
 
 def test_a_grammar_of_nothing_allows_the_end_alone(tokenizer, grammars):
-    assert set(allowed(grammars.compile("start:").start(), tokenizer)) == set(tokenizer.eos_ids)
+    assert set(allowed(grammars.compile("start:").start(), tokenizer)) == set(ends(tokenizer))
     with pytest.raises(GrammarError, match="empty"):
-        grammars.compile("start:").start(tokenizer.eos_ids)
+        grammars.compile("start:").start(ends(tokenizer))
 
 
 def test_what_is_no_schema_is_refused():

@@ -4,7 +4,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmm.host.lanes import EncodeBatch, Grid, pack_lane, packed_patches
+from jaxmm.host.lanes import (
+    EncodeBatch,
+    Grid,
+    join_lanes,
+    pack_lane,
+    packed_patches,
+    spread,
+)
 
 WINDOW = 64
 DROP = 10_000
@@ -150,3 +157,33 @@ def test_second_frames_lie_where_their_first_ones_do(
     is_moving = first[:, 0] == moving
     np.testing.assert_array_equal(second[is_moving], 255 - first[is_moving])
     np.testing.assert_array_equal(second[~is_moving], first[~is_moving])
+
+
+@given(
+    sizes=st.lists(st.integers(1, 8), max_size=20),
+    num_lanes=st.integers(1, 4),
+)
+def test_every_item_gets_into_one_lane_and_no_lane_overflows(
+    sizes: list[int], num_lanes: int
+) -> None:
+    rounds = spread(sizes, num_lanes, 8)
+    assert sorted(i for lanes in rounds for lane in lanes for i in lane) == list(range(len(sizes)))
+    for lanes in rounds:
+        assert len(lanes) == num_lanes
+        assert all(sum(sizes[i] for i in lane) <= 8 for lane in lanes)
+    if len(rounds) == 1:  # to the emptiest lane: none is ahead of another by more than one item
+        totals = [sum(sizes[i] for i in lane) for lane in rounds[0]]
+        assert max(totals) - min(totals) <= max(sizes)
+
+
+@given(lane=lanes, window_patches=st.sampled_from([0, WINDOW]))
+def test_lanes_of_one_size_stay_what_they_are_behind_each_other(
+    lane: list[Grid], window_patches: int
+) -> None:
+    one, other = (pack(grids, window_patches) for grids in (lane, lane[::-1]))
+    both = join_lanes([one, other])
+    for name in ("patches", "coords", "segment", "sizes", "slots"):
+        parts = [getattr(one, name), getattr(other, name)]
+        np.testing.assert_array_equal(getattr(both, name), np.concatenate(parts))
+    assert both.num_patches == one.num_patches + other.num_patches
+    assert join_lanes([one]) is one

@@ -4,7 +4,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from jaxmm.host.kept import Keep
+from jaxmm.host.decodes import Found
+from jaxmm.host.kept import Keep, KeptPicture
+from jaxmm.host.media_map import Known
 from jaxmm.host.page_pool import PagePool
 from jaxmm.host.pins import Pins
 from jaxmm.host.prefix_cache import PrefixCache
@@ -23,13 +25,13 @@ class Clock:
 
 
 class Kit:
-    """Pins of at most 6 pages and 3 conversations, in a pool of 32 pages."""
+    """Pins of at most 6 pages, 3 conversations and 100 bytes, in a pool of 32 pages."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         self.pool = PagePool(32)
         self.cache = PrefixCache(self.pool, SIZE)
-        self.pins = Pins(self.cache, 6, 3, clock=self.clock)
+        self.pins = Pins(self.cache, 6, 3, 100, clock=self.clock)
 
     def key(self, *pages: int) -> PrefixKey:
         ids: npt.NDArray[np.int64] = np.repeat(np.array(pages, np.int64), SIZE)
@@ -98,6 +100,35 @@ def test_beyond_the_number_of_conversations_too(kit: Kit) -> None:
     assert [kit.num_cached(page) for page in range(5)] == [0, 0, 1, 1, 1]
 
 
+def with_pictures(*sizes: int) -> Keep:
+    """A conversation with processed pictures of so many bytes."""
+    keep = Keep(seconds=9, pictures=[KeptPicture(b"") for _ in sizes])
+    for picture, size in zip(keep.pictures, sizes, strict=True):
+        known = Known(b"", (1, 1, 1), 1)
+        picture.take(Found(known, np.zeros((1, size), np.uint8), np.zeros(1, np.float32)), (1, 1))
+    return keep
+
+
+def test_beyond_the_bytes_of_pictures_the_oldest_loses_its_own(kit: Kit) -> None:
+    """Of 100 bytes; each picture has four more in its rows."""
+    first, second, third = with_pictures(26, 26), with_pictures(36), with_pictures(1)
+    kit.turn(first, 1)
+    kit.turn(second, 2)
+    assert (first.num_bytes, second.num_bytes, len(kit.pins)) == (60, 40, 2)
+    kit.turn(third, 3)
+    assert (first.num_bytes, second.num_bytes, third.num_bytes) == (0, 40, 5)
+    assert first not in kit.pins and second in kit.pins
+
+
+def test_pictures_beyond_the_bound_alone_go_and_their_prefix_stays(kit: Kit) -> None:
+    small, large = with_pictures(6), with_pictures(50, 50)
+    kit.turn(small, 1)
+    kit.turn(large, 2)
+    assert (small.num_bytes, large.num_bytes, len(kit.pins)) == (10, 0, 2)
+    kit.cache.clear()
+    assert kit.num_cached(2) == 1
+
+
 def test_longer_conversation_than_the_share_keeps_its_beginning(kit: Kit) -> None:
     kit.turn(Keep(seconds=9), *range(9))
     kit.cache.clear()
@@ -130,7 +161,7 @@ def test_oldest_first_when_the_room_is_needed(kit: Kit) -> None:
 
 def test_nothing_is_pinned_without_a_prefix_cache() -> None:
     pool = PagePool(8)
-    pins = Pins(PrefixCache(pool, SIZE, enabled=False), 4, 2)
+    pins = Pins(PrefixCache(pool, SIZE, enabled=False), 4, 2, 100)
     pins.keep(keep := Keep(seconds=1), PrefixKey(np.zeros(8, np.int64), (), ""))
     pins.drop(keep)
     assert pool.num_free == 8

@@ -75,7 +75,8 @@ def without(tmp_path_factory):
 @pytest.fixture(scope="module")
 def grammars(without):
     chat = without[0]
-    return Grammars(chat.token_bytes, chat.special_ids, chat.eos_ids, chat.encode_plain)
+    eos = chat_checkpoints.eos_ids(chat.token_bytes)
+    return Grammars(chat.token_bytes, chat.special_ids, eos, chat.encode_plain)
 
 
 def text_of(pair, messages, tools=()):

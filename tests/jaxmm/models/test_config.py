@@ -231,7 +231,7 @@ def test_what_cannot_be_served_is_named(
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"rope_scaling": {"mrope_interleaved": False}}, "mrope_interleaved=False"),
         ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
-        ({"num_experts_per_tok": 7}, "7 experts a token of only 6"),
+        ({"num_experts_per_tok": 9}, "9 experts a token of only 8"),
         ({"num_hidden_layers": 2}, "3 deepstack levels for 2 layers"),
         ({"num_key_value_heads": 3}, "4 query heads are no multiple of 3"),
     ],

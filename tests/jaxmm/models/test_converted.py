@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxmm.basis import model_directory
 from jaxmm.config import EngineConfig
 from jaxmm.device.backend import spread_kv_heads
 from jaxmm.errors import ModelError
@@ -17,7 +18,6 @@ from jaxmm.models.converted import convert, is_converted, restore_params
 from jaxmm.models.loading import load_params
 from jaxmm.models.remote import fetch_small_files
 from jaxmm.models.stored import ParameterPath
-from jaxmm.start import model_directory
 from serving.cli import main
 from tests.checkpoints import FAMILIES, checkpoint
 from tests.jaxmm.models.test_loading import assert_equal_params, leaves

@@ -20,7 +20,7 @@ from tests.checkpoints import FAMILIES, Family, checkpoint
 # float32 on both sides; sums of a few hundred terms in another order
 RELATIVE = 1e-4
 
-LANE_PATCHES = 1024
+LANE_PATCHES = 1920
 """One shape for all cases, so that each encoder is compiled once."""
 
 GRIDS = {
@@ -32,6 +32,9 @@ GRIDS = {
     "20 to 1 tall": [(1, 40, 2)],
     "three sizes": [(1, 12, 6), (1, 8, 8), (1, 22, 18)],
     "the same size twice": [(1, 6, 10), (1, 6, 10)],
+    "less than a window": [(1, 6, 8)],
+    "many ragged windows": [(1, 34, 46)],
+    "half a window high": [(1, 2, 58)],
     "video": [(3, 6, 8)],
     "video beside a picture": [(1, 4, 6), (2, 10, 6), (1, 8, 8)],
 }

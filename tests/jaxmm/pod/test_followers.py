@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxmm.pod.channel import Channel
-from jaxmm.pod.followers import DONE, Followers
-from jaxmm.pod.messages import Kind
+from jaxmm.pod.followers import Followers
+from jaxmm.pod.messages import Kind, pack_arrays
+from jaxmm.pod.track import DONE, REPLICA
 
 ROOT = Path(__file__).parents[3]
 KEY = bytes(32)
@@ -94,13 +96,29 @@ def test_the_pod_is_ready_when_all_are(played: Any) -> None:
 
 def test_steps_that_all_agree_on_are_forgotten(played: Any) -> None:
     followers, others, _ = played
+    track = followers.track(0, (0, 1, 2))
     for step in range(3):
-        followers.began(step)
-        followers.finished(step, b"%016d" % step)
+        track.began(step)
+        track.finished(step, b"%016d" % step)
         for other in others:
-            other.channel.send(Kind.DONE, [DONE.pack(step, b"%016d" % step)])
-    wait_for(lambda: not (followers._expected or followers._told or followers._began))
+            other.channel.send(Kind.DONE, [DONE.pack(0, step, b"%016d" % step)])
+    wait_for(lambda: track.num_open == 0)
     assert followers.failure is None
+
+
+def test_a_replica_is_told_and_heard_on_its_own_processes_alone(played: Any) -> None:
+    followers, others, _ = played
+    heard: list[Any] = []
+    first, second = followers.track(0, (0, 1)), followers.track(1, (2,), heard.append)
+    first.tell(Kind.STEP, [b"a"])
+    second.tell(Kind.STEP, [b"b"])
+    wait_for(lambda: others[0].told and others[1].told)
+    assert others[0].told == [(Kind.STEP, REPLICA.pack(0) + b"a")]
+    assert others[1].told == [(Kind.STEP, REPLICA.pack(1) + b"b")]
+    tokens = np.arange(3, dtype=np.int32)
+    others[1].channel.send(Kind.RESULT, [REPLICA.pack(1), *pack_arrays([tokens])])
+    wait_for(lambda: heard)
+    np.testing.assert_array_equal(heard[0][0], tokens)
 
 
 def test_a_follower_that_was_asked_to_end_is_told_of_once(played: Any) -> None:
@@ -129,6 +147,7 @@ followers.on_failure(heard.append)
 for other in others:
     other.channel.send(Kind.READY)
 followers.wait_ready()
+track = followers.track(0, (0, 1, 2))
 {act}
 start = time.monotonic()
 wait_for(lambda: heard)
@@ -145,13 +164,13 @@ time.sleep(30)
         ("others[1].channel.close()", "process 2 was lost: the connection was closed"),
         ("others[1].alive = False", "process 2 was lost: no word from it for 1 s"),
         (
-            "followers.began(0); followers.finished(0, bytes(16)); "
-            "others[0].channel.send(Kind.DONE, [DONE.pack(0, bytes(16))])",
+            "track.began(0); track.finished(0, bytes(16)); "
+            "others[0].channel.send(Kind.DONE, [DONE.pack(0, 0, bytes(16))])",
             "process 2 did not finish step 0 in 1 s",
         ),
         (
-            "followers.began(0); followers.finished(0, bytes(16)); "
-            "others[1].channel.send(Kind.DONE, [DONE.pack(0, b'1' * 16)])",
+            "track.began(0); track.finished(0, bytes(16)); "
+            "others[1].channel.send(Kind.DONE, [DONE.pack(0, 0, b'1' * 16)])",
             "process 2 came to other tokens than process 0 by step 0",
         ),
     ],

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -70,6 +71,29 @@ def test_four_processes_answer_as_one_and_all_name_the_one_that_was_killed() -> 
             assert re.search(r"the pod ends: process 2 \(.*\) was lost", out), out
 
 
+def test_replicas_on_processes_of_their_own_answer_as_one() -> None:
+    model = checkpoint("qwen2_5_vl")
+    with pod(model, LEADER, 2, replicas=2) as (leader, follower):
+        assert first_answer(leader) == expected(model)
+        follower.kill()
+        status, out = ends(leader, time.monotonic())
+    assert status == 1
+    assert re.search(r"the pod ends: process 1 \(.*\) was lost", out)
+
+
+def test_replicas_on_two_processes_each_answer_as_one_and_end_together() -> None:
+    """The second replica has no chip of process 0, which hears its tokens."""
+    model = checkpoint("qwen2_5_vl")
+    with pod(model, LEADER, 4, replicas=2) as processes:
+        assert first_answer(processes[0]) == expected(model)
+        processes[3].kill()
+        since = time.monotonic()
+        for process in processes[:3]:
+            status, out = ends(process, since)
+            assert status == 1
+            assert re.search(r"the pod ends: process 3 \(.*\) was lost", out), out
+
+
 def test_a_converted_model_is_restored_by_parts_and_the_end_of_process_0_ends_all(
     tmp_path: Path,
 ) -> None:
@@ -97,6 +121,17 @@ def test_the_server_runs_on_a_pod_and_ends_in_order_when_any_host_is_asked_to() 
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60)
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] > 0
+        video = {"type": "video", "video": [picture_uri()] * 4}
+        body["messages"] = [{"role": "user", "content": [video]}]
+        whole, pruned = (
+            httpx.post(
+                f"http://127.0.0.1:{port}/v1/chat/completions",
+                json=body | {"video_pruning_rate": rate},
+                timeout=60,
+            ).json()["usage"]["prompt_tokens_details"]["video_tokens"]
+            for rate in (0, 0.5)
+        )
+        assert pruned == whole // 2  # one step of two
         follower.send_signal(signal.SIGTERM)
         since = time.monotonic()
         assert ends(leader, since)[0] == 0
@@ -110,3 +145,18 @@ def test_processes_that_were_started_otherwise_end_at_once_and_say_which() -> No
             out, _ = process.communicate(timeout=120)
             assert process.returncode == 1
             assert re.search(r"process 1 \(.*\) serves another model, or has other settings", out)
+
+
+def test_a_start_that_fails_at_process_0_ends_the_others_with_the_reason(tmp_path: Path) -> None:
+    """A weight of another name, so that all agree until the weights are read."""
+    model = checkpoint("qwen2_5_vl")
+    shutil.copytree(model, tmp_path / "broken")
+    for file in (tmp_path / "broken").glob("*.safetensors"):
+        file.write_bytes(file.read_bytes().replace(b"embed_tokens", b"embed_Tokens"))
+    right = {"JAXMM_MODEL": model}
+    with pod(tmp_path / "broken", LEADER, 2, for_followers=right) as (leader, follower):
+        out, _ = leader.communicate(timeout=120)
+        assert leader.returncode == 1 and "ModelError" in out
+        status, out = ends(follower, time.monotonic())
+    assert status != 0
+    assert re.search("the pod ends: process 0 could not start: .*embed_tokens", out), out
