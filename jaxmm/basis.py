@@ -111,7 +111,22 @@ def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any
 
 
 def load_processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
-    """The family's own, or transformers' for a family that has none."""
+    """The family's own, or transformers' for a family that has none.
+
+    Raises:
+        ConfigError, ModelError: As its `from_checkpoint`; or its patches are not the encoder's.
+    """
+    processor = _load_processor(config, model, directory)
+    patch_size, values = model.vision.patch_size, model.vision.patch_values
+    if processor.num_values != values:
+        raise ModelError(
+            f"the processor's file has patches of {processor.num_values} values, and config.json "
+            f"of {values} (patch_size={patch_size}); do they belong together?"
+        )
+    return processor
+
+
+def _load_processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
     limits = {"min_pixels": config.media.min_pixels, "max_pixels": config.media.max_pixels}
     if has_module(model.family, "processor"):
         own = family_module(model.family, "processor").ImageProcessor

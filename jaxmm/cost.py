@@ -1,5 +1,6 @@
 """What a request would cost if it ran now and alone. Host only."""
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,12 +54,13 @@ class Cost:
     """Pages that are free or could be, now."""
 
 
-def estimate(sequence: Sequence, parts: "Parts") -> Cost:
+def estimate(sequence: Sequence, parts: "Parts", scored: Set[int] = frozenset()) -> Cost:
     """Work out a request's cost; nothing is taken or changed. On the loop's thread.
 
     Args:
         sequence: One of the request's completions, as the intake made it.
         parts: Of the replica that would serve it.
+        scored: Items that are encoded, tokens or none, before it is known which rows are kept.
 
     Raises:
         PromptTooLong, MediaTooLarge: It can never run.
@@ -67,12 +69,14 @@ def estimate(sequence: Sequence, parts: "Parts") -> Cost:
     check_fits(sequence, config, parts.pool, parts.arena)
     cached = num_usable(sequence, parts.prefix_cache, whole_items=config.whole_items)
     num_tokens = sequence.prompt.num_tokens
-    rest, buckets = num_tokens - cached, []
-    for start in range(0, rest, config.max_step_tokens):
-        step = min(config.max_step_tokens, rest - start)
-        buckets.append(parts.sizes.buckets.step_tokens(step))
+    rest, buckets, start = num_tokens - cached, [], cached
+    while start < num_tokens:
+        stop = min(start + config.max_step_tokens, num_tokens)
+        stop = sequence.item_start(stop) if config.whole_items else stop
+        buckets.append(parts.sizes.buckets.step_tokens(stop - start))
+        start = stop
     max_output = output_limit(sequence, config, parts.pool)
-    needed = sequence.items_after(cached)
+    needed = sequence.items_after(cached) | scored
     return Cost(
         prompt_tokens=num_tokens,
         images=tuple(

@@ -156,17 +156,21 @@ class Intake:
         future.add_done_callback(lambda _: gone.set_result(None))
         entry = _Entry(request, lambda _: None, gone)
         try:
-            prompt = self._videos(entry, self._prompt(entry)).expected()
-            sequence = self._answer(entry, prompt).sequences[0]
+            videos = self._videos(entry, self._prompt(entry))
+            self._check_steps(videos)
+            sequence = self._answer(entry, videos.expected()).sequences[0]
         except Exception as error:  # noqa: BLE001  # as in _prepare
             _settle(future, _refusal(error, request))
             return
-        self._loop.post(lambda: self._tell_cost(request, sequence, future))
+        scored = frozenset(index for clip, _ in videos.unknown.values() for index in clip)
+        self._loop.post(lambda: self._tell_cost(request, sequence, scored, future))
 
-    def _tell_cost(self, request: Request, sequence: Sequence, future: Future[Cost]) -> None:
+    def _tell_cost(
+        self, request: Request, sequence: Sequence, scored: frozenset[int], future: Future[Cost]
+    ) -> None:
         """On the loop's thread."""
         try:
-            cost = estimate(sequence, self._loop.home_of(sequence, request.keep))
+            cost = estimate(sequence, self._loop.home_of(sequence, request.keep), scored)
         except Exception as error:  # noqa: BLE001  # as in _prepare
             _settle(future, _refusal(error, request))
             return
@@ -211,14 +215,17 @@ class Intake:
         parts = self._parts
         [sequence, *_] = self._answer(entry, videos.expected()).sequences
         check_fits(sequence, parts.scheduler.config, parts.pool, parts.arena)
-        for first in videos.unknown:
-            parts.scheduler.scorings.check(videos.prompt.items[first])
+        self._check_steps(videos)
         self._pruner.score(
             videos,
             lambda clip: self._load_steps(entry.request, entry.gone, videos.prompt.items, clip),
             entry.gone,
             lambda: self._threads.submit(self._finish, entry, videos),
         )
+
+    def _check_steps(self, videos: PrunedVideos) -> None:
+        for first in videos.unknown:
+            self._parts.scheduler.scorings.check(videos.prompt.items[first])
 
     def _refuse(self, entry: "_Entry", error: Exception) -> None:
         if self._leave(entry):

@@ -268,7 +268,12 @@ def _build(config: EngineConfig, basis: Basis, undo: contextlib.ExitStack) -> tu
             decodes,
             config.media,
             model.image_token_id,
-            RowForm(model.text.row_width, model.vision.merge_size, tile_form(model.vision)),
+            RowForm(
+                model.text.row_width,
+                model.vision.merge_size,
+                tile_form(model.vision),
+                model.vision.picture_side,
+            ),
             video=video,
             video_id=None if model.video_token_id < 0 else model.video_token_id,
             encode_plain=tokenizer.encode_plain,

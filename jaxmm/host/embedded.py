@@ -26,6 +26,8 @@ class RowForm(NamedTuple):
     """Patches by side of what becomes one row."""
     tiles: TileForm | None = None
     """Of a family that cuts pictures into tiles."""
+    picture_side: int = 0
+    """Patches by side of every picture; 0: pictures have sizes of their own."""
 
 
 def read_embeddings(given: Embeddings, form: RowForm) -> Found:
@@ -66,6 +68,11 @@ def _read_grid(given: Any, form: RowForm) -> tuple[tuple[int, int, int], int]:
         raise MediaError(
             f"grid_thw={given!r} is no grid of a picture: (1, height, width) in patches, "
             f"both multiples of {side}"
+        )
+    if form.picture_side and (height, width) != (form.picture_side, form.picture_side):
+        raise MediaError(
+            f"grid_thw={given!r}: every picture of this model has the grid "
+            f"(1, {form.picture_side}, {form.picture_side})"
         )
     grid = (time, height, width)
     return grid, height * width // side**2 if form.tiles is None else form.tiles.num_rows(grid)

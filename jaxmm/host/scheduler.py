@@ -88,9 +88,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished, or a video waits for its scores; `plan` may still
-        give None while one waits."""
-        return bool(self._requests or self.scorings)
+        """Whether any sequence is unfinished, or a video waits for its scores or has rows to give
+        back; `plan` may still give None while one waits."""
+        return bool(self._requests) or self.scorings.has_work
 
     @property
     def num_running(self) -> int:

@@ -75,8 +75,10 @@ class Scorings:
         self._queue: deque[Scoring] = deque()
         self._used: list[Lease] = []  # by the last plan; they go back when the next one begins
 
-    def __len__(self) -> int:
-        return len(self._queue)
+    @property
+    def has_work(self) -> bool:
+        """A video waits, or the next plan has rows of the last one to give back."""
+        return bool(self._queue or self._used)
 
     def check(self, step: Item) -> None:
         """Refuse a video of which the arena cannot hold two steps.
@@ -101,10 +103,9 @@ class Scorings:
         for lease in self._used:
             self._arena.release(lease)
         self._used.clear()
-        for scoring in self._queue:
-            if scoring.is_gone():
-                self._let_go(scoring)
-        self._queue = deque(s for s in self._queue if not s.is_gone())
+        for scoring in [s for s in self._queue if s.is_gone()]:  # asked once: any thread may abort
+            self._let_go(scoring)
+            self._queue.remove(scoring)
 
     def yield_rows(self) -> bool:
         """Give up rows that are held between plans; False: there are none."""

@@ -50,12 +50,6 @@ class TileForm(NamedTuple):
         _, height, width = grid
         return height // self.side, width // self.side
 
-    def fits(self, grid: Grid) -> bool:
-        """Whether a grid is one of whole tiles."""
-        time, height, width = grid
-        whole = height % self.side == width % self.side == 0
-        return time == 1 and whole and min(height, width) > 0
-
     def num_patches(self, grid: Grid) -> int:
         """Patches of all views together."""
         down, across = self.tiles(grid)

@@ -352,9 +352,11 @@ CLIP_NORMALISATION = (
 def read_normalisation(
     directory: Path,
     default: tuple[tuple[float, ...], tuple[float, ...]] = CLIP_NORMALISATION,
+    *,
+    file: str = "preprocessor_config.json",
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """`image_mean` and `image_std` of preprocessor_config.json; the default if it does not say."""
-    path = directory / "preprocessor_config.json"
+    """`image_mean` and `image_std` of the processor's file; the default if it does not say."""
+    path = directory / file
     raw = read_json(path) if path.exists() else {}
     mean, std = default
     return tuple(raw.get("image_mean") or mean), tuple(raw.get("image_std") or std)

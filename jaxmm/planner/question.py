@@ -105,8 +105,9 @@ def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any
     vision, media = model.vision, config.media
     names = ("preprocessor_config.json", "processor_config.json")
     named = any((directory / name).exists() for name in names)
-    # of tiles config.json tells all
-    if named or vision.tile_side or not has_module(model.family, "processor"):
+    # of tiles, and of pictures of one size, config.json tells all
+    tells_all = vision.tile_side or vision.picture_side
+    if named or tells_all or not has_module(model.family, "processor"):
         return load_processor(config, model, directory)
     unit = vision.patch_size * vision.merge_size
     return family_module(model.family, "processor").ImageProcessor(

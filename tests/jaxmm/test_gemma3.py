@@ -257,6 +257,19 @@ def test_modules_have_the_parameters_of_the_table_under_both_names(tmp_path: Pat
     assert [rename(name) for name in (head, f"model.{head}")] == [None, None]
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_without_weight_files_the_flag_says_whether_the_head_is_the_embedding(
+    tmp_path: Path, tied: bool
+) -> None:
+    """As of a converted checkpoint."""
+    raw = json.loads((checkpoint("gemma3") / "config.json").read_text())
+    assert "tie_word_embeddings" not in raw
+    write_json(tmp_path / "config.json", raw)
+    assert read_config(tmp_path).text.tied
+    write_json(tmp_path / "config.json", raw | {"tie_word_embeddings": tied})
+    assert read_config(tmp_path).text.tied == tied
+
+
 def test_kernels_that_see_earlier_keys_alone_do_not_take_the_model() -> None:
     [*reasons] = model_obstacles(read_config(checkpoint("gemma3")), np.float32)
     assert any("image tokens see later ones" in reason for reason in reasons)

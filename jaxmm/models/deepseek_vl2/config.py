@@ -13,6 +13,7 @@ from jaxmm.models.config import (
     check_heads,
     integer,
     number,
+    read_normalisation,
     require,
 )
 from jaxmm.models.deepseek_vl2.tokens import image_token_id
@@ -53,7 +54,7 @@ def read_config(directory: Path) -> ModelConfig:
     require(raw, "global_view_pos", ("head", "tail"))
     language = raw.get("language_config") or {}
     text = _read_text(directory, raw, language)
-    vision = _read_vision(raw, text.width)
+    vision = _read_vision(directory, raw, text.width)
     return ModelConfig(
         family=str(raw["model_type"]),
         text=text,
@@ -67,7 +68,7 @@ def read_config(directory: Path) -> ModelConfig:
     )
 
 
-def _read_vision(raw: Raw, text_width: int) -> VisionConfig:
+def _read_vision(directory: Path, raw: Raw, text_width: int) -> VisionConfig:
     given, projector = raw.get("vision_config") or {}, raw.get("projector_config") or {}
     vision = {**_TOWERS.get(str(given.get("model_name")), {}), **given}
     require(projector, "projector_type", ("downsample_mlp_gelu",))
@@ -85,6 +86,7 @@ def _read_vision(raw: Raw, text_width: int) -> VisionConfig:
             raise ModelError(f"config.json: projector_config.{key}={value} and {wanted} beside it")
     patch_size = integer(vision, "patch_size", 14)
     half = (0.5, 0.5, 0.5)
+    mean, std = read_normalisation(directory, (half, half), file="processor_config.json")
     return VisionConfig(
         depth=integer(vision, "layers", 27),
         width=width,
@@ -97,8 +99,8 @@ def _read_vision(raw: Raw, text_width: int) -> VisionConfig:
         out_width=text_width,
         window_patches=0,
         full_attention_layers=(),
-        image_mean=half,
-        image_std=half,
+        image_mean=mean,
+        image_std=std,
         tile_side=integer(vision, "image_size", 384) // patch_size,
         overview_first=raw.get("global_view_pos", "head") == "head",
     )

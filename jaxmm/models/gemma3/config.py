@@ -31,7 +31,7 @@ def read_config(directory: Path) -> ModelConfig:
     """
     raw = read_json(directory / "config.json")
     require(raw, "quantization_config", (None,))
-    text = _read_text(directory, raw.get("text_config") or {})
+    text = _read_text(directory, raw, raw.get("text_config") or {})
     vision = _read_vision(directory, raw, text.width)
     return ModelConfig(
         family="gemma3",
@@ -46,7 +46,7 @@ def read_config(directory: Path) -> ModelConfig:
     )
 
 
-def _read_text(directory: Path, text: Raw) -> TextConfig:
+def _read_text(directory: Path, raw: Raw, text: Raw) -> TextConfig:
     require(text, "hidden_activation", ("gelu_pytorch_tanh",))
     require(text, "attention_bias", (False,))
     require(text, "attn_logit_softcapping", (None,))
@@ -70,7 +70,7 @@ def _read_text(directory: Path, text: Raw) -> TextConfig:
         rope_theta=theta,
         rope_factor=factor,
         mrope_section=(channels // 2, 0, 0),
-        tied=not any(name.endswith("lm_head.weight") for name in tensor_files(directory)),
+        tied=_is_tied(directory, raw, text),
         both_ways=True,
         sliding=SlidingWindow(
             tokens=integer(text, "sliding_window", 4096),
@@ -79,6 +79,14 @@ def _read_text(directory: Path, text: Raw) -> TextConfig:
         ),
         score_divisor=number(text, "query_pre_attn_scalar", 256.0),
     )
+
+
+def _is_tied(directory: Path, raw: Raw, text: Raw) -> bool:
+    """Whether the head is the embedding: the files decide, and where there are none, the flag."""
+    names = tensor_files(directory)
+    if names:
+        return not any(name.endswith("lm_head.weight") for name in names)
+    return bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", True)))
 
 
 def _whole_layers(text: Raw, num_layers: int) -> tuple[int, ...]:

@@ -117,6 +117,31 @@ def test_a_video_that_nobody_waits_for_gives_its_rows_back():
     assert_nothing_is_held(pool, cache, arena)
 
 
+def test_a_video_that_is_aborted_while_a_plan_begins_gives_its_rows_back():
+    """Another thread aborts: between any two questions the answer may change."""
+    loop, pool, cache, arena = build(
+        max_patches_per_step=ROWS * MERGE, max_lane_patches=ROWS * MERGE
+    )
+    answers = iter([False] * 3)
+    scoring, _ = video("abcdefgh", gone=lambda: next(answers, True))
+    loop.scheduler.scorings.add(scoring)
+    while (plan := loop.scheduler.plan()) is not None:
+        run(loop, plan)
+    assert not loop.scheduler.has_work
+    assert_nothing_is_held(pool, cache, arena)
+
+
+def test_work_is_left_until_the_rows_of_the_last_plan_are_given_back():
+    """Nothing may come after a video: its client was gone by then."""
+    loop, pool, cache, arena = build()
+    loop.scheduler.scorings.add(video("ab")[0])
+    run(loop, loop.scheduler.plan())
+    assert loop.scheduler.has_work
+    assert loop.scheduler.plan() is None
+    assert not loop.scheduler.has_work
+    assert_nothing_is_held(pool, cache, arena)
+
+
 def test_two_steps_that_the_arena_cannot_hold_are_refused_with_the_figures():
     loop, *_ = build(num_rows=6)
     scoring, _ = video("ab")

@@ -10,9 +10,10 @@ import pytest
 from jaxmm.config import EngineConfig
 from jaxmm.errors import ConfigError, ModelError
 from jaxmm.host.buckets import Buckets
+from jaxmm.models import read_config
 from jaxmm.planner.floors import Floor
 from jaxmm.planner.plan import plan
-from jaxmm.planner.question import read_question
+from jaxmm.planner.question import _processor, read_question
 from jaxmm.planner.result import Memory, Picture, Plan, Requests, Step
 from jaxmm.planner.splits import suggest
 from jaxmm.sizes import Sizes
@@ -57,6 +58,15 @@ def test_a_config_alone_is_enough(published: Path) -> None:
     assert question.model.text.num_layers == 80
     assert len(question.devices) == 32
     assert question.processor.max_patches <= 16384 * 4  # the published limit
+
+
+def test_a_config_of_pictures_of_one_size_tells_their_size(tmp_path: Path) -> None:
+    vision = {"image_size": 896, "patch_size": 14}  # 64 x 64 patches, 16 of them a token
+    raw = {"model_type": "gemma3", "text_config": {}, "vision_config": vision}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    processor = _processor(EngineConfig(), read_config(tmp_path), tmp_path)
+    assert processor.num_rows(processor.grid(480, 640)) == 256
+    assert processor.max_patches == 4096
 
 
 @needs_compiler

@@ -12,6 +12,8 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from jaxmm.basis import load_processor
+from jaxmm.config import EngineConfig
 from jaxmm.device.backend import Backend
 from jaxmm.device.experts import route_scores
 from jaxmm.device.image_rows import ImageRows
@@ -251,6 +253,26 @@ def test_settings_that_change_the_arithmetic_are_refused(
     (copied / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ModelError, match=words):
         read_config(copied)
+
+
+def test_pixels_are_normalised_as_the_processors_file_says(copied: Path) -> None:
+    file = copied / "processor_config.json"
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(raw | {"image_mean": [0.25] * 3, "image_std": [1, 1, 2]}))
+    vision = read_config(copied).vision
+    assert (vision.image_mean, vision.image_std) == ((0.25,) * 3, (1, 1, 2))
+    assert ImageProcessor.from_checkpoint(copied).fill == (63,) * 3  # int(255 / 4)
+    file.unlink()
+    vision = read_config(copied).vision
+    assert vision.image_mean == vision.image_std == (0.5,) * 3
+
+
+def test_a_processor_of_other_patches_is_refused_at_start(copied: Path) -> None:
+    file = copied / "processor_config.json"
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(raw | {"patch_size": 12}))
+    with pytest.raises(ModelError, match=r"432 values, and config.json of 588 \(patch_size=14\)"):
+        load_processor(EngineConfig(), read_config(copied), copied)
 
 
 def test_dimensions_of_the_three_forms() -> None:
