@@ -132,17 +132,18 @@ def test_resumed_requests_whose_prefix_and_rows_are_gone(on: Engine, num_rows: i
     """No prefix cache, and an arena that holds the rows of one request, or one picture more; what
     it holds is forgotten while the retracted request waits.
 
-    The rival alone fills the pages, and together the two outgrow them whenever the request joins.
+    The rival alone fills the pages, and together the two outgrow them whenever the request joins,
+    for which it has the time of some 400 steps.
     """
     names = ("big.png", "red.png", "blue.png")
     messages = turn("<image>", "<image>", "<image>", "what")
     pictures = [media(name) for name in names]
     text = turn("one red house " * 20)
-    expected = solo(on, messages, pictures, max_tokens=160)
+    expected = solo(on, messages, pictures, max_tokens=480)
     prompt = solo(on, text, max_tokens=1).usage.prompt_tokens
     parts, counters = on._parts, on.scheduler.counters
     retracts, misses = counters.retracts, parts.arena.misses
-    pages = -(-(prompt + 320) // 16)
+    pages = -(-(prompt + 640) // 16)
     with (
         pages_left(on, pages),
         rows_left(on, num_rows),
@@ -151,8 +152,8 @@ def test_resumed_requests_whose_prefix_and_rows_are_gone(on: Engine, num_rows: i
     ):
         on_loop(on, lambda: setattr(parts.prefix_cache, "enabled", False))
         try:
-            rival = request(text, max_tokens=320)
-            both = thread.submit(ask, on, rival, request(messages, pictures, max_tokens=160))
+            rival = request(text, max_tokens=640)
+            both = thread.submit(ask, on, rival, request(messages, pictures, max_tokens=480))
             wait_until(lambda: counters.retracts > retracts or both.done())
             on_loop(on, parts.arena.clear)
             result = both.result()[1]
