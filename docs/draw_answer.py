@@ -5,6 +5,7 @@
 The answers are the model's own, greedy. Host only.
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -13,11 +14,11 @@ from PIL import Image, ImageDraw, ImageFont
 import jaxmm
 
 QUESTIONS = (
-    "What does the picture show?",
     "How many objects are there?",
     "What colour is the star?",
     "What shape is blue?",
     "Where is the circle?",
+    "Is the circle left or right of the square?",
 )
 HERE = Path(__file__).parent
 SCALE = 2
@@ -25,14 +26,17 @@ PAPER, INK, PALE = (255, 255, 255), (30, 32, 38), (120, 124, 134)
 
 
 def scene() -> Image.Image:
-    """A red circle, a blue square and a yellow star on grey."""
+    """A red circle, a blue square and a yellow star on grey, as large as the model knows them."""
     picture = Image.new("RGB", (224, 224), (150, 150, 152))
     draw = ImageDraw.Draw(picture)
-    draw.ellipse((20, 20, 84, 84), fill=(220, 30, 35))
-    draw.rectangle((136, 28, 196, 88), fill=(35, 70, 215))
-    star = [(112, 126), (123, 158), (157, 158), (130, 178), (140, 210), (112, 190)]
-    mirrored = [(224 - x, y) for x, y in reversed(star[1:])]
-    draw.polygon([*star, *mirrored], fill=(250, 215, 20))
+    draw.ellipse((26, 26, 76, 76), fill=(220, 30, 35))
+    draw.rectangle((146, 30, 188, 72), fill=(35, 70, 215))
+    angles = [math.radians(36 * k - 90) for k in range(10)]
+    radii = [27, 11] * 5
+    star = [
+        (112 + r * math.cos(a), 160 + r * math.sin(a)) for r, a in zip(radii, angles, strict=True)
+    ]
+    draw.polygon(star, fill=(250, 215, 20))
     return picture
 
 

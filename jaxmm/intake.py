@@ -402,11 +402,12 @@ def _settle(future: Future[Cost], outcome: Cost | JaxmmError) -> None:
 
 
 def _refusal(error: Exception, request: Request) -> JaxmmError:
-    """What a caller hears of an error; of a fault of ours the type alone, the log has the rest."""
+    """What a caller hears of an error; of a fault of ours the type alone, the log has the rest, and
+    it is no `RequestError`: the request may be right, and can be tried again."""
     if isinstance(error, JaxmmError):
         return error
     logger.error("prepare failed request=%s", request.id, exc_info=error)
-    return RequestError(f"the request could not be prepared: {type(error).__name__}")
+    return JaxmmError(f"the request could not be prepared: {type(error).__name__}")
 
 
 def _seed_words(seed: int | None, index: int) -> tuple[int, int]:

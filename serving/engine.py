@@ -5,7 +5,6 @@ from typing import Protocol
 
 from jaxmm.config import EngineConfig
 from jaxmm.cost import Cost
-from jaxmm.errors import ConfigError
 from jaxmm.host.chat import ChatTokenizer
 from jaxmm.pod.signs import is_pod
 from jaxmm.request import Delta, Request
@@ -126,18 +125,17 @@ def describe_plan(
     Raises:
         ConfigError, ModelError: As `jaxmm.plan`.
     """
-    lengths = tuple(sorted(lengths or ()))
-    if any(length < 1 for length in lengths):
-        raise ConfigError(f"length={min(lengths)} is below 1; it counts the tokens of a request")
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # a TPU of this machine stays free for others
-    from jaxmm.planner.plan import DEFAULT_LENGTHS, make_plan
+    from jaxmm.basis import default_model
+    from jaxmm.planner.plan import DEFAULT_LENGTHS, check_lengths, make_plan
     from jaxmm.planner.question import read_question
     from jaxmm.planner.splits import suggest as rank
 
-    question = read_question(config.model, topology, config)
-    lengths = lengths or DEFAULT_LENGTHS
+    lengths = sorted(lengths or DEFAULT_LENGTHS)
+    check_lengths(lengths)
+    question = read_question(config.model or default_model(), topology, config)
     if suggest:
         splits = rank(question, lengths[len(lengths) // 2])
         show(str(splits) + "\n")

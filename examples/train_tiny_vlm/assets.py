@@ -31,7 +31,8 @@ checkpoint is downloaded, and answers from the pixels. It knows nothing of photo
 What it is trained to do: read a word or number of up to 8 characters (A-Z, 0-9), name shapes (circle, square, triangle, star,
 cross, diamond) and colours (red, green, blue, yellow, orange, purple, black, white), count up to 6 objects, say where
 something is, compare two pictures, answer a follow-up, describe a picture in one sentence, and say which way something
-moves in a short clip. Pictures from 56x56 to 672x336 pixels, letters at least 17 pixels high. Words come from a list of 272;
+moves in a short clip. Pictures from 56x56 to 672x336 pixels, letters at least 17 pixels high, objects 22 to 60
+pixels across. Words come from a list of 272;
 numbers and codes are free.
 
 Exact answers on held-out pictures (drawn from other seeds than the training pictures), greedy decoding, float32 arithmetic:

@@ -60,7 +60,10 @@ def read_embeddings(given: Embeddings, form: RowForm) -> Found:
 
 def _read_grid(given: Any, form: RowForm) -> tuple[tuple[int, int, int], int]:
     """The grid and its number of rows."""
-    sides = np.asarray(given)
+    try:
+        sides = np.asarray(given)
+    except (ValueError, TypeError):  # lists of unequal lengths
+        sides = np.zeros(0)
     ok = sides.shape == (3,) and sides.dtype.kind in "iu"
     time, height, width = sides.tolist() if ok else (0, 0, 0)
     side = form.merge_size if form.tiles is None else form.tiles.side

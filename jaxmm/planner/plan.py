@@ -52,11 +52,19 @@ def plan(
         The plan; printed it is a table, in a notebook too.
 
     Raises:
-        ConfigError: No TPU compiler, no such topology, or settings that cannot work.
+        ConfigError: No TPU compiler, no such topology, a length below 1, or settings that cannot
+            work.
         ModelError: config.json is missing or says what jaxmm does not have.
     """
+    check_lengths(lengths)
     question = read_question(model, topology, config)
     return make_plan(question, tensor_parallel=tensor_parallel, lengths=lengths)
+
+
+def check_lengths(lengths: Sequence[int]) -> None:
+    """Raise ConfigError where one is not the length of a request."""
+    if any(length < 1 for length in lengths):
+        raise ConfigError(f"length={min(lengths)} is below 1; it counts the tokens of a request")
 
 
 def make_plan(

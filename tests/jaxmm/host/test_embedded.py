@@ -27,3 +27,5 @@ def test_pictures_of_any_size_have_grids_of_whole_rows() -> None:
     assert read(form, (1, 4, 6), 6) == (1, 4, 6)
     with pytest.raises(MediaError, match="both multiples of 2"):
         read(form, (1, 4, 5), 5)
+    with pytest.raises(MediaError, match="is no grid of a picture"):
+        read(form, [[1], [4, 6]], 6)
