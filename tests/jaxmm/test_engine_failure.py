@@ -49,7 +49,12 @@ class Hung:
             raise RuntimeError("let go")
         return []
 
-    read = dispatch
+    fetch = dispatch
+
+    def scored(self, *_: Any) -> Iterator[Any]:
+        return iter(())
+
+    sampled = scored
 
 
 @contextlib.contextmanager
@@ -61,7 +66,7 @@ def hanging() -> Iterator[tuple[Engine, list[Listener], Hung]]:
         listeners = [Listener(on) for _ in range(3)]
         for listener in listeners:
             listener.wait_for_tokens()
-        on._loop._dispatcher = hung  # type: ignore[assignment]
+        on._loop._replicas[0]._dispatcher = hung  # type: ignore[assignment]
         wait_until(lambda: on.turn_seconds >= 0.3)
         yield on, listeners, hung
     finally:

@@ -39,9 +39,12 @@ WHAT = turn("describe", "<video>", "in one sentence")
 PICTURE = png(picture(90, 110, 2))
 
 
-def clip(family: Family, count: int = 8, seed: int = 0) -> list[Image.Image]:
+def clip(
+    family: Family, count: int = 8, seed: int = 0, *, grid: tuple[int, int] = (8, 2)
+) -> list[Image.Image]:
     """Frames of 8 x 2 rows, so wide that transformers goes on after them as the models do."""
-    size = (256, 64) if family.startswith("qwen3") else (224, 56)
+    side = 32 if family.startswith("qwen3") else 28
+    size = (side * grid[0], side * grid[1])
     still = np.asarray(picture(*size, seed))
     return [
         Image.fromarray(
@@ -130,9 +133,11 @@ def test_same_answer_among_others_and_for_another_tenant(family: Family) -> None
 
 
 def test_rate_of_zero_and_one_that_drops_nothing_are_no_pruning(family: Family) -> None:
+    """1 - 1e-17 is 1; a rate that is any greater drops a row: int(64 * 0.999) is 63."""
     on = engine(family)
     expected = cold(on, family, None)
-    for rate in (0.0, 0.001):
+    assert num_kept(4, STEP_ROWS, 0.001) == 4 * STEP_ROWS - 1
+    for rate in (0.0, 1e-17):
         assert_same(cold(on, family, rate), expected)
         assert not on._parts.known_prunings._table
     [hit] = ask(on, question(family, None))
@@ -183,19 +188,28 @@ def test_a_known_file_whose_rows_and_choice_are_forgotten_is_scored_again(family
 
 
 def test_videos_that_differ_in_a_dropped_step_alone_are_not_confused(family: Family) -> None:
-    """Equal tokens before the text, but the text stands further on behind the longer video."""
+    """Equal tokens before the text, but the text stands further on behind the longer video.
+
+    It does so behind a video that has more steps than rows across: 4 x 4 rows, 5 and 6 steps.
+    """
     on = engine(family)
-    frames = clip(family, 6)
-    still = [*frames, frames[4], frames[5]]  # the last step is the one before it again
-    rate = 1 - 2.0001 * STEP_ROWS / (4 * STEP_ROWS)
-    short = {"videos": (frames,), "video_pruning_rate": 1 - 2.0001 / 3}
-    long = {"videos": (still,), "video_pruning_rate": rate}
+    frames = clip(family, 10, grid=(4, 4))
+    still = [*frames, *frames[-2:]]  # the last step is the one before it again
+    short, long, other = (
+        {"videos": (video,), "video_pruning_rate": 1 - 2.0001 / (len(video) // 2)}
+        for video in (frames, still, clip(family, 10, 50, grid=(4, 4)))
+    )  # as many rows as two steps have
     answers = [solo(on, WHAT, **short), solo(on, WHAT, **long)]
+    assert [answer.usage.video_tokens for answer in answers] == [2 * STEP_ROWS] * 2
     assert not np.allclose(logprobs(answers[0]), logprobs(answers[1]), atol=1e-5)
     on.flush_caches()
+    cached = []
     for fields, alone in zip((short, long, short), (*answers, answers[0]), strict=True):
         [result] = ask(on, request(WHAT, **fields))
         assert_same(result, alone)
+        cached.append(result.usage.cached_tokens)
+    [unlike] = ask(on, request(WHAT, **other))
+    assert cached[1] == unlike.usage.cached_tokens < cached[2]  # the text before the video alone
 
 
 def test_a_callers_hash_never_lets_another_rate_have_the_rows(family: Family) -> None:
@@ -251,11 +265,12 @@ def test_a_prompt_too_long_is_refused_before_anything_is_encoded() -> None:
     on = engine("qwen2_vl")
     on.flush_caches()
     before = encoded(on)
-    frames = clip("qwen2_vl", 192)  # 96 steps, 1536 rows
-    with pytest.raises(RequestError, match="768 of them from images and videos; the limit is"):
-        ask(on, request(turn("<video>", "red " * 400), videos=(frames,), video_pruning_rate=0.5))
+    frames = clip("qwen2_vl", 192)  # 96 steps, that share their pixels: 3 rows each, half kept
+    with pytest.raises(RequestError, match="144 of them from images and videos; the limit is"):
+        ask(on, request(turn("<video>", "red " * 450), videos=(frames,), video_pruning_rate=0.5))
     assert encoded(on) == before
-    [result] = ask(
-        on, request(turn("<video>"), videos=(frames,), video_pruning_rate=0.5, max_tokens=1)
-    )
-    assert result.usage.video_tokens == 768
+    words = turn("<video>", "red " * 400)
+    with pytest.raises(RequestError, match="288 of them from images and videos; the limit is"):
+        ask(on, request(words, videos=(frames,)))
+    [result] = ask(on, request(words, videos=(frames,), video_pruning_rate=0.5, max_tokens=1))
+    assert result.usage.video_tokens == 144

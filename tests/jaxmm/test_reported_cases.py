@@ -1,6 +1,7 @@
 """Cases of public bug reports that no other file shows: what went wrong there goes right here."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from tests.engines import (
 from tests.held import quiet
 from tests.reference import greedy
 from tests.serving.soak_server import resident_bytes
+from tests.serving.test_clients import wait_until
 
 QUESTION = turn("<image>", "what is in the picture")
 
@@ -100,7 +102,7 @@ def test_deep_features_of_rows_in_one_step_are_not_mixed() -> None:
     asked: list[tuple[Any, list[bytes]]] = [
         (turn("<image>", "what is it"), [media("big.png")]),
         (turn("<image>", "and this"), [media("size_448x448.png")]),
-        (turn("one red house " * 220), []),
+        (turn("one red house " * 150), []),
     ]
     alone = [solo(on, *one) for one in asked]
     assert alone[2].usage.prompt_tokens > 600
@@ -127,22 +129,38 @@ def test_two_long_answers_that_do_not_fit_together(on: Engine) -> None:
 
 @pytest.mark.parametrize("num_rows", [160, 176])
 def test_resumed_requests_whose_prefix_and_rows_are_gone(on: Engine, num_rows: int) -> None:
-    """No prefix cache, and an arena that holds the rows of one request, or one picture more."""
+    """No prefix cache, and an arena that holds the rows of one request, or one picture more; what
+    it holds is forgotten while the retracted request waits.
+
+    The rival alone fills the pages, and together the two outgrow them whenever the request joins,
+    for which it has the time of some 400 steps.
+    """
     names = ("big.png", "red.png", "blue.png")
     messages = turn("<image>", "<image>", "<image>", "what")
     pictures = [media(name) for name in names]
-    expected = solo(on, messages, pictures, max_tokens=96)
-    rival = request(turn("one red house " * 20), max_tokens=96)
-    retracts = on.scheduler.counters.retracts
-    cache = on._parts.prefix_cache
-    pages = -(-(expected.usage.prompt_tokens + 96) // 16) + 4
-    with pages_left(on, pages), rows_left(on, num_rows), scheduling(on, reserve_tokens=0):
-        on_loop(on, lambda: setattr(cache, "enabled", False))
+    text = turn("one red house " * 20)
+    expected = solo(on, messages, pictures, max_tokens=480)
+    prompt = solo(on, text, max_tokens=1).usage.prompt_tokens
+    parts, counters = on._parts, on.scheduler.counters
+    retracts, misses = counters.retracts, parts.arena.misses
+    pages = -(-(prompt + 640) // 16)
+    with (
+        pages_left(on, pages),
+        rows_left(on, num_rows),
+        scheduling(on, reserve_tokens=0),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        on_loop(on, lambda: setattr(parts.prefix_cache, "enabled", False))
         try:
-            result = ask(on, rival, request(messages, pictures, max_tokens=96))[1]
+            rival = request(text, max_tokens=640)
+            both = thread.submit(ask, on, rival, request(messages, pictures, max_tokens=480))
+            wait_until(lambda: counters.retracts > retracts or both.done())
+            on_loop(on, parts.arena.clear)
+            result = both.result()[1]
         finally:
-            on_loop(on, lambda: setattr(cache, "enabled", True))
-    assert on.scheduler.counters.retracts > retracts
+            on_loop(on, lambda: setattr(parts.prefix_cache, "enabled", True))
+    assert counters.retracts == retracts + 1
+    assert parts.arena.misses == misses + 1 + 2 * len(names)  # one is what `rows_left` holds
     assert result.usage.cached_tokens == 0
     assert_same(result, expected)
 
@@ -152,7 +170,7 @@ def test_steps_of_resumed_completions_alone(on: Engine) -> None:
     messages, image = QUESTION, media("size_640x480.png")
     expected = solo(on, messages, [image], max_tokens=64)
     pages = -(-(expected.usage.prompt_tokens + 64) // 16)
-    before = quiet(on)
+    before = quiet(on) | {"threads": None}  # those that prepare begin with the first that need them
     retracts = on.scheduler.counters.retracts
     with pages_left(on, 3 * pages), scheduling(on, reserve_tokens=0):
         asked = [request(messages, [image], max_tokens=64, n=2, salt=str(i)) for i in range(4)]
@@ -160,7 +178,7 @@ def test_steps_of_resumed_completions_alone(on: Engine) -> None:
     assert on.scheduler.counters.retracts > retracts
     for result in results:
         assert [c.token_ids for c in result.completions] == [expected.token_ids] * 2
-    assert quiet(on) == before
+    assert quiet(on) | {"threads": None} == before
 
 
 # Small pictures
@@ -228,13 +246,14 @@ def test_sixty_at_once_with_stop_strings_and_long_texts(on: Engine) -> None:
 
 
 def test_a_picture_above_the_arena_is_refused_at_once_and_others_go_on(on: Engine) -> None:
+    """Its 121 rows take eight pages of 16."""
     arena = on._parts.arena
     whole = arena.num_rows
     on.flush_caches()
     on_loop(on, lambda: setattr(arena, "num_rows", 100))
     try:
         start = time.monotonic()
-        with pytest.raises((PromptTooLong, RequestError), match=r"121 .*100"):
+        with pytest.raises((PromptTooLong, RequestError), match=r"128 rows .*100"):
             ask(on, request(QUESTION, [media("big.png")]))
         assert time.monotonic() - start < 10
         assert ask(on, request(QUESTION, [media("red.png")]))[0].usage.image_tokens == 16
@@ -247,25 +266,28 @@ def test_a_picture_above_the_arena_is_refused_at_once_and_others_go_on(on: Engin
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 def test_a_penalty_counts_the_text_of_a_prompt_alone(family: Family) -> None:
-    """Against transformers' own scores: a token that is not penalised is worth as much less than
-    there as any other such one; the rule of penalties is that of arXiv:1909.05858, section 4.1."""
+    """Not its pictures: neither the id that stands for them, nor one at an end of the vocabulary.
+
+    By arXiv:1909.05858, section 4.1, a penalty of 1.3 divides a score of 100 by 1.3. So tokens
+    with a bias of 100 lose to one of 90 if they are penalised and it is not, 76.9 to 90; they win
+    if none is, 100 to 90, or all are, 76.9 to 69.2. The model's own scores are too close
+    together to change that; transformers computes them.
+    """
     messages, image = QUESTION, opened("red.png")
     _, [scores] = greedy(checkpoint(family), messages, [image], 1, max_pixels=100352)
     on = engine(family)
     ids, slots = on.tokenizer.encode_chat(messages)
-    text_ids = set(np.delete(ids, slots).tolist())
+    text_ids = sorted(set(np.delete(ids, slots).tolist()))
     last = on.tokenizer.vocab_size - 1
-    watched = [i for i in (0, 1, last - 1, last) if i not in text_ids]
-    bias = dict.fromkeys([*watched, *sorted(text_ids)[:3]], 9.0)
-    fields: dict[str, Any] = {"max_tokens": 1, "min_tokens": 1, "logprobs": 20, "logit_bias": bias}
-    [result] = ask(on, request(messages, [image], repetition_penalty=1.3, **fields))
-    assert result.logprobs is not None
-    shift = {t: v - scores[t] - bias.get(t, 0.0) for t, v in result.logprobs[0].top}
-    others = {t: v for t, v in shift.items() if t not in text_ids}
-    assert set(watched) <= set(others)
-    np.testing.assert_allclose(list(others.values()), np.median(list(others.values())), atol=0.01)
-    penalised = [v for t, v in shift.items() if t in text_ids]
-    assert np.abs(np.array(penalised) - np.median(list(others.values()))).max() > 0.01
+    watched = [i for i in (0, 1, last - 1, last, int(ids[slots[0]])) if i not in text_ids]
+    assert np.ptp(scores[[*text_ids, *watched]]) < 7
+    for token in watched:
+        bias = dict.fromkeys(text_ids, 100.0) | {token: 90.0}
+        fields: dict[str, Any] = {"logit_bias": bias, "max_tokens": 1}
+        asked = [request(messages, [image], repetition_penalty=by, **fields) for by in (1.0, 1.3)]
+        free, penalised = ask(on, *asked)
+        assert free.token_ids[0] in text_ids
+        assert penalised.token_ids[0] == token
 
 
 # Memory

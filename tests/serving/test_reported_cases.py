@@ -135,8 +135,8 @@ class Gate:
         self.num_steps += 1
         return self._dispatcher.dispatch(plan)
 
-    def read(self, pending: Any) -> Any:
-        return self._dispatcher.read(pending)
+    def __getattr__(self, name: str) -> Any:  # what reads a step is not held up
+        return getattr(self._dispatcher, name)
 
     def let_one_through(self) -> None:
         self._open.release()
@@ -144,15 +144,16 @@ class Gate:
 
 @contextlib.contextmanager
 def gate(on: Engine) -> Any:
-    dispatcher = on._loop._dispatcher
+    [replica] = on._loop._replicas
+    dispatcher = replica._dispatcher
     made = Gate(dispatcher)
-    on_loop(on, lambda: setattr(on._loop, "_dispatcher", made))
+    on_loop(on, lambda: setattr(replica, "_dispatcher", made))
     try:
         yield made
     finally:
         made.is_shut = False
         made.let_one_through()
-        on_loop(on, lambda: setattr(on._loop, "_dispatcher", dispatcher))
+        on_loop(on, lambda: setattr(replica, "_dispatcher", dispatcher))
 
 
 def connected(url: str, body: dict[str, Any]) -> socket.socket:
