@@ -22,8 +22,8 @@ BAD = {
     "no content": ({"messages": [{"role": "user"}]}, r"messages\[0\]: content"),
     "null content": ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\]: content"),
     "unknown part": (
-        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
-        r"messages\[0\].content\[0\].type|unknown field messages\[0\].content\[0\].input_audio",
+        {"messages": [{"role": "user", "content": [{"type": "smell", "smell": {}}]}]},
+        r"messages\[0\].content\[0\].type|unknown field messages\[0\].content\[0\].smell",
     ),
     "video without a URL": (
         {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}]},
