@@ -29,10 +29,10 @@ def scene() -> Image.Image:
     """A red circle, a blue square and a yellow star on grey, as large as the model knows them."""
     picture = Image.new("RGB", (224, 224), (150, 150, 152))
     draw = ImageDraw.Draw(picture)
-    draw.ellipse((30, 30, 74, 74), fill=(220, 30, 35))
-    draw.rectangle((150, 34, 186, 70), fill=(35, 70, 215))
+    draw.ellipse((27, 27, 77, 77), fill=(220, 30, 35))
+    draw.rectangle((147, 31, 189, 73), fill=(35, 70, 215))
     angles = [math.radians(36 * k - 90) for k in range(10)]
-    radii = [23, 10] * 5
+    radii = [27, 11] * 5
     star = [
         (112 + r * math.cos(a), 160 + r * math.sin(a)) for r, a in zip(radii, angles, strict=True)
     ]
