@@ -11,7 +11,7 @@ export JAX_PLATFORMS ?= cpu
 serve: .venv/product            ## start the server; prints its URL and a request to paste
 	$(BIN)/jaxmm serve $(ARGS)
 
-test: .venv/development         ## the whole suite: some twenty minutes on two cores
+test: .venv/development         ## the whole suite
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: .venv/development        ## style, types and the fast tests
