@@ -28,6 +28,7 @@ LOGPROB_ATOL = 1e-4
 """Of the same request served in two ways: float32 sums in other orders."""
 
 _T = TypeVar("_T")
+_shared: list[Engine] = []
 
 SMALL = {
     "max_model_len": 1024,
@@ -58,10 +59,17 @@ def make_engine(family: Family, **settings: Any) -> Engine:
 
 @functools.cache
 def engine(family: Family) -> Engine:
-    """The engine with the small settings, shared by all tests; its caches may be warm."""
-    shared = make_engine(family)
-    atexit.register(shared.close)
-    return shared
+    """The engine with the small settings, shared by the tests of a file; its caches may be warm."""
+    _shared.append(make_engine(family))
+    return _shared[-1]
+
+
+@atexit.register
+def close_shared() -> None:
+    """Close the shared engines; who asks for one after that gets a new one."""
+    engine.cache_clear()
+    while _shared:
+        _shared.pop().close()
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
