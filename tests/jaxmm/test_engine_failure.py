@@ -12,6 +12,7 @@ from jaxmm import engine
 from jaxmm.engine import Engine
 from jaxmm.errors import EngineStopped, JaxmmError
 from jaxmm.request import Delta
+from tests.engines import engine as shared
 from tests.engines import make_engine, request, turn
 
 PATIENCE_SECONDS = 20
@@ -120,3 +121,28 @@ def test_a_step_that_comes_back_while_it_is_given_up_ends_each_request_once() ->
             errors = [e for e in one.events if isinstance(e, JaxmmError)]
             assert errors == one.events[-1:]
         assert not on._loop._answers and str(on.failure) == "a step takes more than 0.3 s"
+
+
+def test_a_close_waits_for_a_step_until_the_engine_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "_HUNG_SECONDS", 0.1)
+    with hanging() as (on, _, hung):
+        closing = threading.Thread(target=on.close, daemon=True)
+        closing.start()
+        closing.join(0.3)
+        assert closing.is_alive()
+        on.give_up("a step takes more than 0.3 s")
+        closing.join(PATIENCE_SECONDS)
+        assert not closing.is_alive() and on._thread.is_alive()
+        hung.let_go.set()
+        on._thread.join(PATIENCE_SECONDS)
+
+
+def test_what_the_loop_does_between_steps_is_seen_to_hang_too() -> None:
+    on, let_go = shared("qwen2_vl"), threading.Event()
+    assert on.turn_seconds == 0
+    on._loop.post(lambda: let_go.wait(PATIENCE_SECONDS))
+    wait_until(lambda: on.turn_seconds >= 0.2)
+    let_go.set()
+    wait_until(lambda: on.turn_seconds == 0)
