@@ -5,6 +5,7 @@ import base64
 import contextlib
 import os
 import socket
+import threading
 import time
 
 import httpx
@@ -384,6 +385,28 @@ def test_a_file_is_held_to_the_limits(folder):
             max_total_bytes=1500,
             file_folder=str(folder),
         )
+
+
+def test_files_are_not_read_on_the_threads_that_parse_bodies(folder):
+    """They may wait for a disk of the network, and nobody else should."""
+
+    async def run():
+        let_go = threading.Event()
+        offload = Offload(1)
+        busy = asyncio.create_task(offload.run(1 << 20, let_go.wait, PATIENCE_SECONDS))
+        await asyncio.sleep(0.05)
+        config = FetchConfig(file_folder=str(folder))
+        fetcher = Fetcher(config, offload, max_bytes=1 << 20, max_total_bytes=1 << 20)
+        try:
+            got = await fetcher.fetch_all({"here": f"file://{folder}/a.png"})
+            return got, busy.done()
+        finally:
+            let_go.set()
+            await busy
+            await fetcher.aclose()
+            offload.close()
+
+    assert asyncio.run(run()) == ({"here": PICTURE}, False)
 
 
 def test_a_folder_does_not_open_other_schemes(folder):
