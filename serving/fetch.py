@@ -112,7 +112,7 @@ class Fetcher:
         target = parse_url(url)
         if target.scheme not in self._config.schemes:
             raise FetchError(schemes_message(self._config))
-        return await self._remote.get(target, budget.take)
+        return await self._offload.join(await self._remote.get(target, budget.take))
 
 
 def schemes_message(config: FetchConfig) -> str:

@@ -152,7 +152,7 @@ class ChatRequest(SamplingFields):
     """Hex hash of each picture and video, a hint for routers and caches."""
 
 
-def parse_chat_request(body: bytes | bytearray) -> ChatRequest:
+def parse_chat_request(body: bytes) -> ChatRequest:
     """Read and check a request body.
 
     Raises:

@@ -213,6 +213,17 @@ def test_gzip_is_undone_and_the_declared_type_is_not_believed(host):
     assert fetch(f"{base}/picture", allowed_hosts=allow(host)) == PICTURE
 
 
+def test_what_gzip_made_small_comes_whole(host):
+    """Eight megabytes of zeros, of eight kilobytes."""
+    size, url = 8 << 20, f"http://127.0.0.1:{host.server_port}/bomb"
+    got = fetch_all({"here": url}, max_bytes=size, max_total_bytes=size, allowed_hosts=allow(host))
+    assert got == {"here": bytes(size)}
+    with pytest.raises(MediaTooLarge, match=f"larger than {size - 1} bytes"):
+        fetch_all(
+            {"here": url}, max_bytes=size - 1, max_total_bytes=size, allowed_hosts=allow(host)
+        )
+
+
 def test_hosts_hear_that_videos_are_taken_too(host):
     url = f"http://127.0.0.1:{host.server_port}/clip"
     assert fetch(url, allowed_hosts=allow(host)) == PICTURE
