@@ -109,15 +109,15 @@ def test_sigterm_lets_requests_end_and_takes_new_ones_for_a_while(tmp_path):
     assert status == 0 and '"event": "draining"' in errors
 
 
-def test_requests_that_do_not_end_are_told_so_when_the_time_is_over(tmp_path):
-    server = Process(tmp_path, "--drain-seconds", "0.2")
+def test_requests_that_do_not_end_are_told_so_when_the_time_is_over(tokenizer):
+    engine = FakeEngine(tokenizer, seconds_per_token=0.01)
+    server = served_by(engine, drain_seconds=1.0)
     body = {"messages": ASK, "ignore_eos": True, "max_tokens": 100_000}
-    with ThreadPoolExecutor(2) as threads:
-        whole = threads.submit(post, server.url, body)
-        streamed = threads.submit(post, server.url, {**body, "stream": True})
-        time.sleep(2)  # the first tokens have come
-        server.signal(signal.SIGTERM)
-        assert server.wait()[0] == 0
+    with ThreadPoolExecutor(2) as threads, listening(server) as url:
+        whole = threads.submit(post, url, body)
+        streamed = threads.submit(post, url, {**body, "stream": True})
+        wait_until(lambda: engine.num_tokens > 10 and len(engine.running) == 2)
+        server.handle_exit(signal.SIGTERM, None)
         assert whole.result(PATIENCE_SECONDS).status_code == 503
         assert "shutting down" in whole.result().json()["error"]["message"]
         last = streamed.result(PATIENCE_SECONDS).text.strip().split("\n\n")[-1]
