@@ -62,7 +62,7 @@ class Loop:
         return max(turn, *(replica.waiting_seconds for replica in self._replicas))
 
     def run(self, load_features: LoadFeatures) -> None:
-        """Serve until `stop`."""
+        """Serve until `stop`; nothing runs on a device any more when this returns."""
         while not self._stop:
             action = self._next_action()
             self._turn_began = time.monotonic()
@@ -70,6 +70,10 @@ class Loop:
             for replica in self._replicas:
                 self._turn(replica, load_features)
             self._turn_began = None
+        self._turn_began = time.monotonic()
+        for replica in self._replicas:
+            replica.settle()
+        self._turn_began = None
 
     def close(self, *, wait: bool) -> None:
         """Free what `run` needed; it has returned. Without `wait`, no step is waited for."""

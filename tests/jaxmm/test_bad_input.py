@@ -433,7 +433,9 @@ def test_closed_engine_refuses_and_everybody_waiting_is_told() -> None:
         one = request(turn(f"{i}", "<image>"), [png(picture(100 + i, 100, i))], max_tokens=300)
         heard[one.id] = queue.SimpleQueue()
         mine.submit(one, heard[one.id].put)
+    next(iter(heard.values())).get(timeout=60)  # steps are on their way
     mine.close()
+    assert sum(replica.num_flying for replica in mine._loop._replicas) == 0
     for events in heard.values():
         last = None
         while not events.empty():

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from jaxmm import engine
+from jaxmm.dispatch import Dispatcher, Pending
 from jaxmm.engine import Engine
 from jaxmm.errors import EngineStopped, JaxmmError
 from jaxmm.request import Delta
 from tests.engines import engine as shared
-from tests.engines import make_engine, request, turn
+from tests.engines import make_engine, on_loop, request, turn
 
 PATIENCE_SECONDS = 20
 
@@ -38,36 +39,40 @@ class Listener:
 
 
 class Hung:
-    """In place of what works on the device: waits until it is let go."""
+    """In place of what works on the device: the next step waits until it is let go, those before it
+    are read as ever."""
 
-    def __init__(self) -> None:
+    def __init__(self, real: Dispatcher) -> None:
+        self._real = real
         self.let_go = threading.Event()
         self.returns = False
 
-    def dispatch(self, _: Any) -> Any:
+    def dispatch(self, _: Any) -> None:
         self.let_go.wait(60)
         if not self.returns:
             raise RuntimeError("let go")
-        return []
 
-    fetch = dispatch
+    def fetch(self, pending: Pending | None) -> Any:
+        return None if pending is None else self._real.fetch(pending)
 
-    def scored(self, *_: Any) -> Iterator[Any]:
-        return iter(())
+    def scored(self, pending: Pending | None, fetched: Any) -> Iterator[Any]:
+        return iter(()) if pending is None else self._real.scored(pending, fetched)
 
-    sampled = scored
+    def sampled(self, pending: Pending | None, fetched: Any) -> Iterator[Any]:
+        return iter(()) if pending is None else self._real.sampled(pending, fetched)
 
 
 @contextlib.contextmanager
 def hanging() -> Iterator[tuple[Engine, list[Listener], Hung]]:
     """An engine in a step that hangs, with three requests in it."""
     on = make_engine("qwen2_vl")
-    hung = Hung()
+    [replica] = on._loop._replicas
+    hung = Hung(replica._dispatcher)
     try:
         listeners = [Listener(on) for _ in range(3)]
         for listener in listeners:
             listener.wait_for_tokens()
-        on._loop._replicas[0]._dispatcher = hung  # type: ignore[assignment]
+        on_loop(on, lambda: setattr(replica, "_dispatcher", hung))
         wait_until(lambda: on.turn_seconds >= 0.3)
         yield on, listeners, hung
     finally:
