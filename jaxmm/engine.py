@@ -61,6 +61,8 @@ class Engine:
         self._closing = threading.Lock()
         self._closed = False
         self._given_up = False
+        self._over = threading.Event()
+        """The loop has ended, or is not waited for any more."""
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="jaxmm-engine", daemon=True)
         self._thread.start()
@@ -82,7 +84,7 @@ class Engine:
 
     @property
     def turn_seconds(self) -> float:
-        """How long the turn of the loop in progress takes already; 0 between turns."""
+        """How long the turn of the loop in progress takes already; 0 while it waits for work."""
         return self._loop.turn_seconds
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
@@ -217,11 +219,13 @@ class Engine:
         self._loop.stop()
         self._intake.end_all(self._stopped())
         self._loop.end_all(self._stopped())
+        self._over.set()
 
     def close(self) -> None:
         """End all requests with EngineStopped and free what the engine holds.
 
-        An engine that was given up is waited for no longer than some seconds.
+        The step in progress is waited for, and once the engine is given up, before or meanwhile,
+        no longer than some seconds.
         """
         with self._closing:
             if self._closed:
@@ -229,7 +233,8 @@ class Engine:
             self._closed = True
         self._intake.refuse_all(self._stopped())
         self._loop.stop()
-        self._thread.join(_HUNG_SECONDS if self._given_up else None)
+        self._over.wait()
+        self._thread.join(_HUNG_SECONDS)
         self._intake.close()
         if self._thread.is_alive():
             logger.error("closed in a step that hangs: device memory goes with the process")
@@ -262,6 +267,7 @@ class Engine:
         finally:
             self._intake.end_all(self._stopped())
             self._loop.end_all(self._stopped())
+            self._over.set()
 
     def _stopped(self) -> EngineStopped:
         return EngineStopped(f"the engine has stopped: {self._failure or 'it was closed'}")

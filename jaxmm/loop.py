@@ -56,19 +56,24 @@ class Loop:
     @property
     def turn_seconds(self) -> float:
         """How long the turn in progress takes already, or a device that the loop need not wait for
-        takes for its step; 0 between turns. For any thread."""
+        takes for its step; 0 while the loop waits to be asked for something. For any thread."""
         began = self._turn_began
         turn = 0.0 if began is None else time.monotonic() - began
         return max(turn, *(replica.waiting_seconds for replica in self._replicas))
 
     def run(self, load_features: LoadFeatures) -> None:
-        """Serve until `stop`."""
+        """Serve until `stop`; nothing runs on a device any more when this returns."""
         while not self._stop:
-            self._take_inbox()
+            action = self._next_action()
             self._turn_began = time.monotonic()
+            self._do(action)
             for replica in self._replicas:
                 self._turn(replica, load_features)
             self._turn_began = None
+        self._turn_began = time.monotonic()
+        for replica in self._replicas:
+            replica.settle()
+        self._turn_began = None
 
     def close(self, *, wait: bool) -> None:
         """Free what `run` needed; it has returned. Without `wait`, no step is waited for."""
@@ -147,22 +152,30 @@ class Loop:
                 return index
         return self._router.best([r.scheduler.offer(sequence) for r in self._replicas])
 
-    def _take_inbox(self) -> None:
-        """Do what other threads asked for; with nothing to compute, wait for that, or until a
+    def _next_action(self) -> Callable[[], None] | None:
+        """What another thread asked for; with nothing to compute, wait for that, or until a
         conversation expires or a rehearsal is due."""
         idle = not any(replica.can_go for replica in self._replicas)
-        while True:
-            try:
-                action = self._inbox.get(block=idle, timeout=self._seconds_left)
-            except queue.Empty:
-                if idle:
-                    for replica in self._replicas:
-                        replica.rehearse()
-                return
+        try:
+            action = self._inbox.get(block=idle, timeout=self._seconds_left)
+        except queue.Empty:
+            return self._rehearse if idle else None
+        for replica in self._replicas:
+            replica.parts.rehearsal.put_off()
+        return action
+
+    def _do(self, action: Callable[[], None] | None) -> None:
+        """Do what is to be done between two steps, and what other threads ask for meanwhile."""
+        while action is not None:
             action()
-            for replica in self._replicas:
-                replica.parts.rehearsal.put_off()
-            idle = False
+            try:
+                action = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+
+    def _rehearse(self) -> None:
+        for replica in self._replicas:
+            replica.rehearse()
 
     @property
     def _seconds_left(self) -> float | None:
