@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import io
 import os
@@ -50,10 +51,23 @@ def cache_dir() -> str:
     return os.environ.get("JAXMM_TEST_CACHE", str(Path(tempfile.gettempdir()) / "jaxmm-tests"))
 
 
+@contextlib.contextmanager
+def alone_with(family: Family) -> Iterator[None]:
+    """Have processes that start engines of one family do so one after the other: all but the first
+    read what it compiled, where they would all compile the same."""
+    folder = Path(cache_dir())
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{family}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed
+        yield
+
+
 def make_engine(family: Family, **settings: Any) -> Engine:
     """A new engine; the caller closes it."""
     values = {**SMALL, "model": str(checkpoint(family)), "compile_cache_dir": cache_dir()}
-    return Engine(load_config(EngineConfig, None, {**values, **settings}))
+    config = load_config(EngineConfig, None, {**values, **settings})
+    with alone_with(family):
+        return Engine(config)
 
 
 @functools.cache
