@@ -1,5 +1,5 @@
-"""What a conversation keeps between its turns: its pictures and videos as processed, and for how
-long. Host only."""
+"""What a conversation keeps between its turns: pictures and videos as processed, and how long.
+Host only."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -12,6 +12,7 @@ from jaxmm.device.backend import model_obstacles
 from jaxmm.engine import Engine
 from jaxmm.errors import ConfigError, ModelError, PromptTooLong, RequestError
 from jaxmm.models import family_module, read_config
+from jaxmm.rehearsal import Rehearsal
 from jaxmm.request import Result
 from serving.ask import Served
 from serving.protocol import parse_chat_request
@@ -225,6 +226,22 @@ def test_settings_that_would_change_it_are_refused_too() -> None:
     load = family_module("gemma3", "processor").ImageProcessor.from_checkpoint
     with pytest.raises(ConfigError, match="leave both at 0"):
         load(checkpoint("gemma3"), max_pixels=50 * 50)
+
+
+def test_pan_and_scan_is_refused_by_name(tmp_path: Path) -> None:
+    write_gemma(tmp_path)
+    file = tmp_path / "preprocessor_config.json"
+    write_json(file, json.loads(file.read_text()) | {"do_pan_and_scan": True})
+    with pytest.raises(ModelError, match="sets do_pan_and_scan, crops beside the picture"):
+        family_module("gemma3", "processor").ImageProcessor.from_checkpoint(tmp_path)
+
+
+def test_a_rehearsed_step_reads_as_many_keys_as_one_of_pictures_does(on: Engine) -> None:
+    parts = on._parts
+    rehearsal = Rehearsal(parts.runner, parts.sizes, parts.model, parts.pool)
+    batch = rehearsal._batch(parts.runner, 32, page=0)
+    assert (batch["seen_T"] == batch["lengths_B"][1] - 1).all()
+    assert batch["lengths_B"][1] > 32
 
 
 def test_text_that_spells_its_tokens_binds_no_picture(on: Engine) -> None:

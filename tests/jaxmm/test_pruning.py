@@ -1,5 +1,7 @@
 """Pruned videos through the whole engine: against transformers, served in every way."""
 
+import threading
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,7 @@ from PIL import Image
 
 from jaxmm.engine import Engine
 from jaxmm.errors import RequestError
-from jaxmm.host.pruning import num_kept
+from jaxmm.host.pruning import choose_rows, num_kept
 from jaxmm.request import Result
 from tests.checkpoints import Family, checkpoint
 from tests.engines import (
@@ -241,13 +243,58 @@ def test_nothing_compiles_and_nothing_is_left(family: Family) -> None:
 
 
 def test_aborted_while_its_video_is_scored_leaves_nothing() -> None:
+    """Between two plans of which each takes a step or two, the arena having room for no more."""
     on = engine("qwen2_vl")
     before = quiet(on)
-    for _ in range(3):
-        asked = question("qwen2_vl")
-        on.submit(asked, lambda event: None)
-        on.abort(asked.id)
+    events: list[Any] = []
+    met: Future[int] = Future()
+    frames = [png(frame) for frame in clip("qwen2_vl", 24)]
+    asked = request(WHAT, videos=(frames,), video_pruning_rate=0.5)
+
+    def abort_when_begun() -> None:
+        """On the loop's thread, between two plans."""
+        begun = [s for s in on.scheduler.scorings._turns if s.next_step > 2]
+        if begun:
+            on.abort(asked.id)
+            met.set_result(begun[0].next_step)
+        else:
+            on._loop.post(abort_when_begun)
+
+    with rows_left(on, 2 * STEP_ROWS):
+        on.submit(asked, events.append)
+        on._loop.post(abort_when_begun)
+        assert 2 < met.result(60) < 12
+        on_loop(on, lambda: None)
+        assert encoded(on) > 0 and not len(on.scheduler.scorings)
     assert quiet(on) == before
+    assert events == []
+
+
+def test_rows_are_not_chosen_on_the_loops_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes 2 ms for a video of 768 frames of 42 rows, 15 for one of 256."""
+    on, threads = engine("qwen2_vl"), []
+
+    def choose(scores: Any, rate: float) -> Any:
+        threads.append(threading.current_thread())
+        return choose_rows(scores, rate)
+
+    monkeypatch.setattr("jaxmm.pruner.choose_rows", choose)
+    cold(on, "qwen2_vl")
+    assert threads and on._thread not in threads
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
+def test_two_videos_of_a_request_are_scored_together(family: Family) -> None:
+    on = engine(family)
+    both = (clip(family, 6, 3), clip(family, 8, 60))
+    messages = turn("<video>", "and", "<video>", "in one sentence")
+    result = solo(on, messages, videos=both, video_pruning_rate=0.5)
+    kept = [[rows.tolist() for rows in p.kept] for p in on._parts.known_prunings._table.values()]
+    for video, rows in zip(both, kept, strict=True):
+        solo(on, WHAT, videos=(video,), video_pruning_rate=0.5)
+        [alone] = on._parts.known_prunings._table.values()
+        assert [step.tolist() for step in alone.kept] == rows
+    assert result.usage.video_tokens == sum(len(step) for video in kept for step in video)
 
 
 def refused(rate: Any) -> str:
