@@ -229,10 +229,10 @@ def test_settings_that_would_change_it_are_refused_too() -> None:
 
 
 def test_pan_and_scan_is_refused_by_name(tmp_path: Path) -> None:
-    write_gemma(tmp_path)
-    file = tmp_path / "preprocessor_config.json"
-    write_json(file, json.loads(file.read_text()) | {"do_pan_and_scan": True})
-    with pytest.raises(ModelError, match="sets do_pan_and_scan, crops beside the picture"):
+    for name in ("config.json", "preprocessor_config.json"):
+        raw = json.loads((checkpoint("gemma3") / name).read_text())
+        write_json(tmp_path / name, raw | {"do_pan_and_scan": True})
+    with pytest.raises(ModelError, match="sets do_pan_and_scan: crops beside the picture"):
         family_module("gemma3", "processor").ImageProcessor.from_checkpoint(tmp_path)
 
 
