@@ -119,6 +119,12 @@ def logprobs(result: Result) -> np.ndarray:
     return np.array([entry.logprob for entry in result.logprobs])
 
 
+def top(result: Result) -> np.ndarray:
+    """float64[tokens, likeliest]: their log-probabilities, those asked for, in order."""
+    assert result.logprobs is not None
+    return np.array([[value for _, value in entry.top] for entry in result.logprobs])
+
+
 def in_parallel(work: Any, count: int) -> list[Any]:
     """Run `work(i)` for i below count on as many threads."""
     with ThreadPoolExecutor(count) as pool:
@@ -133,9 +139,10 @@ def solo(on: Engine, *given: Any, **fields: Any) -> Result:
 
 
 def assert_same(result: Result, expected: Result) -> None:
-    """Token ids are equal, and log-probabilities within LOGPROB_ATOL."""
+    """Token ids are equal, and log-probabilities within LOGPROB_ATOL, of the likeliest too."""
     assert result.token_ids == expected.token_ids
     np.testing.assert_allclose(logprobs(result), logprobs(expected), rtol=0, atol=LOGPROB_ATOL)
+    np.testing.assert_allclose(top(result), top(expected), rtol=0, atol=LOGPROB_ATOL)
 
 
 def png(image: Image.Image) -> bytes:
