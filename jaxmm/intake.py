@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -347,9 +346,11 @@ class Intake:
             failure = _refusal(error, answer.request)
             self._loop.post(lambda: self._loop.fail(sequence, failure))
             return
-        for i, part in zip(span, features, strict=True):
-            found = dataclasses.replace(items[i], features=part)
-            self._loop.post(partial(self._loop.provide, sequence, i, found))
+        found = [
+            dataclasses.replace(item, features=part)
+            for item, part in zip(items[span.start : span.stop], features, strict=True)
+        ]
+        self._loop.post(lambda: self._loop.provide(sequence, span.start, found))
 
     def _load_image(
         self, answer: Answer, items: tuple[Item, ...], index: int

@@ -117,11 +117,11 @@ class Loop:
             self.abort(sequence.request_id)
             self._tell(answer, error)
 
-    def provide(self, sequence: Sequence, index: int, item: Item) -> None:
-        """Take an item with the features that were asked for."""
+    def provide(self, sequence: Sequence, first: int, items: Several[Item]) -> None:
+        """Take an item, or all steps of a video, with the features that were asked for."""
         if self._answer_of(sequence) is not None:
             home = self._homes[sequence.request_id]
-            home.scheduler.provide_features(sequence, index, item)
+            home.scheduler.provide_features(sequence, first, items)
             home.stalled = False
 
     def score(self, scoring: Scoring, keep: Any = None) -> int:

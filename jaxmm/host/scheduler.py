@@ -235,18 +235,22 @@ class Scheduler:
         assert sequence.status is Status.FINISHED, "a running sequence has its pages locked"
         self.pins.keep(keep, sequence.prefix_key(sequence.num_known))
 
-    def provide_features(self, sequence: Sequence, item_index: int, item: Item) -> None:
-        """Answer one of `Plan.missing_features`, for all sequences of the same request.
+    def provide_features(self, sequence: Sequence, first: int, items: Several[Item]) -> None:
+        """Answer `Plan.missing_features`, for all sequences of the same request.
 
         Args:
-            item: The same item with `features` or `embeddings`.
+            sequence: One of them.
+            first: Index of the first item that is answered.
+            items: It and those after it, the same as before with `features` or `embeddings`.
         """
+        here = slice(first, first + len(items))
         for sibling in self._requests.get(sequence.request_id, ()):
-            items = list(sibling.prompt.items)
-            assert items[item_index].identity == item.identity, "features of another item"
-            items[item_index] = item
-            sibling.prompt = dataclasses.replace(sibling.prompt, items=tuple(items))
-            sibling.missing.discard(item_index)
+            known = list(sibling.prompt.items)
+            same = [item.identity for item in known[here]] == [item.identity for item in items]
+            assert same, "features of another item"
+            known[here] = items
+            sibling.prompt = dataclasses.replace(sibling.prompt, items=tuple(known))
+            sibling.missing.difference_update(range(here.start, here.stop))
             if not sibling.missing:
                 self._waiting.unpark(sibling)
 

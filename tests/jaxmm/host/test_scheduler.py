@@ -315,7 +315,7 @@ def test_missing_features_are_asked_for_once_and_hold_up_nobody_else():
     loop.step()
     assert loop.scheduler.plan() is None
     item = make_item(Picture("a", 4), waits.prompt.items[0].offsets)
-    loop.scheduler.provide_features(waits, 0, item)
+    loop.scheduler.provide_features(waits, 0, [item])
     assert spans(loop.step()) == [("waits", (0, 5))]
 
 
@@ -326,7 +326,7 @@ def test_the_completions_of_a_request_ask_for_features_once():
     (question,) = loop.step().missing_features
     assert loop.scheduler.plan() is None
     item = make_item(Picture("a", 8), (Span(0, 8),))
-    loop.scheduler.provide_features(*question, item)
+    loop.scheduler.provide_features(*question, [item])
     loop.drain(9)
     assert len(loop.device.encoded) == 1
 
@@ -570,7 +570,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         picture = Picture("", item.num_rows)
         features = make_item(picture, item.offsets).features
         full = dataclasses.replace(item, features=features)
-        self.scheduler.provide_features(sequence, index, full)
+        self.scheduler.provide_features(sequence, index, [full])
 
     @invariant()
     def every_page_has_the_owners_that_it_counts(self):
