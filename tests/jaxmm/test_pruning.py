@@ -1,7 +1,6 @@
 """Pruned videos through the whole engine: against transformers, served in every way."""
 
 import threading
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -242,30 +241,27 @@ def test_nothing_compiles_and_nothing_is_left(family: Family) -> None:
     assert quiet(on) == before
 
 
-def test_aborted_while_its_video_is_scored_leaves_nothing() -> None:
-    """Between two plans of which each takes a step or two, the arena having room for no more."""
+def test_aborted_while_its_video_is_scored_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the fifth plan or so; the arena has room for two of its twelve steps."""
     on = engine("qwen2_vl")
-    before = quiet(on)
-    events: list[Any] = []
-    met: Future[int] = Future()
+    before, scorings = quiet(on), on.scheduler.scorings
+    settle, events, met = scorings.settle, [], threading.Event()
     frames = [png(frame) for frame in clip("qwen2_vl", 24)]
     asked = request(WHAT, videos=(frames,), video_pruning_rate=0.5)
 
     def abort_when_begun() -> None:
-        """On the loop's thread, between two plans."""
-        begun = [s for s in on.scheduler.scorings._turns if s.next_step > 2]
-        if begun:
+        """On the loop's thread, as a plan begins."""
+        if any(2 < scoring.next_step < 12 for scoring in scorings._turns):
             on.abort(asked.id)
-            met.set_result(begun[0].next_step)
-        else:
-            on._loop.post(abort_when_begun)
+            met.set()
+        settle()
 
+    monkeypatch.setattr(scorings, "settle", abort_when_begun)
     with rows_left(on, 2 * STEP_ROWS):
         on.submit(asked, events.append)
-        on._loop.post(abort_when_begun)
-        assert 2 < met.result(60) < 12
-        on_loop(on, lambda: None)
-        assert encoded(on) > 0 and not len(on.scheduler.scorings)
+        assert met.wait(60)
+        assert quiet(on)["has work"] is False
+    monkeypatch.undo()
     assert quiet(on) == before
     assert events == []
 
