@@ -107,13 +107,19 @@ def test_same_answer_however_it_is_served(family: Family) -> None:
         assert_same(cold(on, family), expected)
     with rows_left(on, 2 * STEP_ROWS):  # two steps at a time, encoded again for the answer
         assert_same(ask(on, question(family))[0], expected)
+
+
+def test_same_answer_after_a_retract(family: Family) -> None:
+    """The rival alone fills the pages, and together the two outgrow them whenever the video joins,
+    for which it has the time of some 300 steps."""
+    on = engine(family)
     words = turn("one red house " * 12)
-    alone, long = solo(on, words, max_tokens=64), cold(on, family, max_tokens=64)
-    needed = [-(-(answer.usage.prompt_tokens + 64) // 16) for answer in (alone, long)]
+    prompt, expected = solo(on, words, max_tokens=1), cold(on, family, max_tokens=200)
+    pages = -(-(prompt.usage.prompt_tokens + 400) // 16)
     before = on.scheduler.counters.retracts
-    with pages_left(on, max(needed) + 2), scheduling(on, reserve_tokens=0, max_step_tokens=19):
-        asked = [request(words, max_tokens=64), question(family, max_tokens=64)]
-        assert_same(ask(on, *asked)[1], long)
+    with pages_left(on, pages), scheduling(on, reserve_tokens=0, max_step_tokens=19):
+        asked = [request(words, max_tokens=400), question(family, max_tokens=200)]
+        assert_same(ask(on, *asked)[1], expected)
     assert on.scheduler.counters.retracts > before
 
 
