@@ -139,13 +139,15 @@ def test_batched_with_others_and_for_another_tenant(on: Engine, cold: Result) ->
 
 @pytest.mark.parametrize("num_tokens", [128, 33])
 def test_forced_retract(on: Engine, num_tokens: int) -> None:
+    """The rival alone fills the pages, and together the two outgrow them whenever the pictures
+    join, for which they have the time of some 100 steps."""
     words = turn("one red house " * 12)
-    alone, expected = (solo(on, *q, max_tokens=64) for q in ((words,), (MESSAGES, PICTURES)))
-    needed = [-(-(r.usage.prompt_tokens + 64) // 16) for r in (alone, expected)]
+    prompt = solo(on, words, max_tokens=1).usage.prompt_tokens
+    expected = solo(on, MESSAGES, PICTURES, max_tokens=150)
     before = on.scheduler.counters.retracts
     tight = {"max_step_tokens": num_tokens, "reserve_tokens": 0}
-    with pages_left(on, max(needed) + 2), scheduling(on, **tight):
-        asked = [request(words, max_tokens=64), request(MESSAGES, PICTURES, max_tokens=64)]
+    with pages_left(on, -(-(prompt + 200) // 16)), scheduling(on, **tight):
+        asked = [request(words, max_tokens=200), request(MESSAGES, PICTURES, max_tokens=150)]
         assert_same(ask(on, *asked)[1], expected)
     assert on.scheduler.counters.retracts > before
 
@@ -239,9 +241,10 @@ def test_pan_and_scan_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_rehearsed_step_reads_as_many_keys_as_one_of_pictures_does(on: Engine) -> None:
     parts = on._parts
     rehearsal = Rehearsal(parts.runner, parts.sizes, parts.model, parts.pool)
-    batch = rehearsal._batch(parts.runner, 32, page=0)
+    rung = on.sizes.buckets.tokens[0]
+    batch = rehearsal._batch(parts.runner, rung, page=0)
     assert (batch["seen_T"] == batch["lengths_B"][1] - 1).all()
-    assert batch["lengths_B"][1] > 32
+    assert batch["lengths_B"][1] > rung
 
 
 def test_text_that_spells_its_tokens_binds_no_picture(on: Engine) -> None:
