@@ -7,8 +7,8 @@ import pytest
 
 from jaxmm.host.scoring import Scoring
 from jaxmm.loop import Loop
+from tests.jaxmm.host.prompts import steps_of
 from tests.jaxmm.host.test_scheduler import build, sequence_of
-from tests.jaxmm.host.test_scoring import steps_of
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def loop() -> Loop:
 
 
 def scoring(names: str) -> Scoring:
-    return Scoring([steps_of(names)], "", lambda _: None, num_tokens=20)
+    return Scoring([steps_of(names, 4)], "", lambda _: None, num_tokens=20)
 
 
 def start(loop: Loop, name: str, home: int | None) -> None:

@@ -1,5 +1,6 @@
 """Prompts for tests of the host: text ids and pictures written as a list of parts."""
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass
 
@@ -48,6 +49,14 @@ def make_item(picture: Picture, offsets: tuple[Span, ...]) -> Item:
         identity=identity,
         sentinels=tuple(1_000_000 + int(word >> np.uint64(2)) for word in words),
         offsets=offsets,
+    )
+
+
+def steps_of(names: str | list[str], num_rows: int) -> tuple[Item, ...]:
+    """A video whose steps have these contents."""
+    return tuple(
+        dataclasses.replace(make_item(Picture(name, num_rows), ()), modality=Modality.VIDEO, step=i)
+        for i, name in enumerate(names)
     )
 
 

@@ -15,11 +15,12 @@ from jaxmm.host.kept import Keep
 from jaxmm.host.page_pool import PagePool
 from jaxmm.host.prefix_cache import PrefixCache
 from jaxmm.host.scheduler import Scheduler, SchedulerConfig
+from jaxmm.host.scoring import Scoring
 from jaxmm.host.sequence import Sequence, Status
 from jaxmm.host.waiting import FAIRNESS_WINDOW, MAX_OVERTAKEN
 from jaxmm.request import SamplingParams
 from tests.jaxmm.host.device_model import DeviceModel, Loop, reference_output
-from tests.jaxmm.host.prompts import MERGE, Picture, make_item, make_prompt
+from tests.jaxmm.host.prompts import MERGE, Picture, make_item, make_prompt, steps_of
 
 PAGE = 4
 CONFIG = SchedulerConfig(
@@ -516,6 +517,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sequences: list[Sequence] = []
         self.num_requests = 0
         self.keeps = [Keep(seconds=1.0) for _ in range(3)]
+        self.told: list[int] = []  # of each scoring, how often it was told its scores
+        self.left: set[int] = set()
 
     @rule(parts=PARTS, n=st.integers(1, 2), tokens=st.integers(1, 16), salt=st.sampled_from("xxy"))
     def add(self, parts, n, tokens, salt):
@@ -527,16 +530,47 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.add(*sequences)
         self.sequences += sequences
 
+    @rule(
+        videos=st.lists(st.text("abc", min_size=2, max_size=5), min_size=1, max_size=2),
+        num_rows=st.sampled_from([3, 8]),
+        salt=st.sampled_from("xy"),
+    )
+    def score(self, videos, num_rows, salt):
+        index = len(self.told)
+        self.told.append(0)
+
+        def on_scores(scores):
+            self.told[index] += 1
+            assert [s[:, 0].tolist() for s in scores] == [list(range(len(v))) for v in videos]
+
+        self.scheduler.scorings.add(
+            Scoring(
+                [steps_of(names, num_rows) for names in videos],
+                salt,
+                on_scores,
+                is_gone=lambda: index in self.left,
+            )
+        )
+
+    @precondition(lambda self: self.told)
+    @rule(data=st.data())
+    def leave(self, data):
+        """Nobody waits for some scores any more."""
+        self.left.add(data.draw(st.integers(0, len(self.told) - 1)))
+
     @rule(steps=st.integers(1, 6))
     def step(self, steps):
         for _ in range(steps):
             self.loop.step()
 
-    @precondition(lambda self: self.scheduler.has_work)
+    @property
+    def unfinished(self):
+        return [s for s in self.sequences if s.status is not Status.FINISHED]
+
+    @precondition(lambda self: self.unfinished)
     @rule(data=st.data())
     def abort(self, data):
-        unfinished = [s for s in self.sequences if s.status is not Status.FINISHED]
-        self.scheduler.abort(data.draw(st.sampled_from(unfinished)).request_id)
+        self.scheduler.abort(data.draw(st.sampled_from(self.unfinished)).request_id)
 
     @rule(data=st.data(), seconds=st.sampled_from([0.0, 9e9]))
     def keep(self, data, seconds):
@@ -599,7 +633,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(s.slot == -1 and not s.leases and s.node is None for s in idle)
 
     def teardown(self):
-        budget = 60 + 60 * len(self.sequences)
+        budget = 60 + 60 * len(self.sequences) + 20 * len(self.told)
         while self.loop.unanswered:
             self.provide()
         self.loop.drain(budget, self.answer)
@@ -608,6 +642,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if sequence.finish_reason == "abort":
                 expected = expected[: len(sequence.output_ids)]
             assert sequence.output_ids == expected
+        assert all(told == 1 or (i in self.left and told == 0) for i, told in enumerate(self.told))
         assert self.scheduler.num_waiting == self.scheduler.num_running == 0
         self.scheduler.pins.clear()
         assert_nothing_is_held(self.pool, self.cache, self.arena)

@@ -1,47 +1,27 @@
 """Videos are scored beside running sequences, in turns, and nobody waits for another for ever."""
 
-import dataclasses
-
-import numpy as np
 import pytest
 
 from jaxmm.errors import PromptTooLong
-from jaxmm.host.item import Modality
 from jaxmm.host.scoring import Scoring
-from tests.jaxmm.host.prompts import MERGE, Picture, make_item
+from tests.jaxmm.host.device_model import tell_scores
+from tests.jaxmm.host.prompts import MERGE, Picture, steps_of
 from tests.jaxmm.host.test_scheduler import assert_nothing_is_held, build, sequence_of
 
 ROWS = 4
 
 
-def steps_of(names, num_rows=ROWS):
-    """A video whose steps are pictures of these names."""
-    return tuple(
-        dataclasses.replace(make_item(Picture(name, num_rows), ()), modality=Modality.VIDEO, step=i)
-        for i, name in enumerate(names)
-    )
-
-
 def video(names, salt="", gone=lambda: False):
     """A scoring of one video, and the list that its scores go to."""
     scores = []
-    return Scoring([steps_of(names)], salt, lambda all: scores.extend(all), is_gone=gone), scores
+    return Scoring(
+        [steps_of(names, ROWS)], salt, lambda all: scores.extend(all), is_gone=gone
+    ), scores
 
 
 def run(loop, plan):
-    """Run a plan; each pair's score is whether the two steps differ in content."""
-    rows = loop.device.rows
     loop.device.run(plan)
-    for job in plan.scores:
-        steps = job.pair.scoring.steps
-        before, after = (
-            [rows[slot] for slot in slots.tolist()] for slots in (job.before, job.after)
-        )
-        earlier, later = steps[job.pair.step - 1 : job.pair.step + 1]
-        assert later.step == earlier.step + 1
-        assert before == [(earlier.identity, i) for i in range(earlier.num_rows)]
-        assert after == [(later.identity, i) for i in range(later.num_rows)]
-        job.pair.scoring.take(job.pair.step, np.full(later.num_rows, later.step, np.float32))
+    tell_scores(plan)
 
 
 def drain(loop, max_plans=50):
@@ -78,7 +58,7 @@ def test_a_video_larger_than_the_arena_is_scored_two_steps_at_a_time():
 def test_videos_of_one_request_are_told_together_and_not_compared_with_each_other():
     loop, pool, cache, arena = build()
     scores = []
-    scoring = Scoring([steps_of("ab"), steps_of("cde", 6)], "", scores.append)
+    scoring = Scoring([steps_of("ab", ROWS), steps_of("cde", 6)], "", scores.append)
     loop.scheduler.scorings.add(scoring)
     drain(loop)
     assert [[s[:, 0].tolist() for s in all] for all in scores] == [[[0, 1], [0, 1, 2]]]
@@ -123,7 +103,9 @@ def test_many_videos_in_an_arena_of_few_steps_all_end_and_the_oldest_first(num_s
     told = []
     for i in range(4):
         names = [f"{i}{step}" for step in range(6)]
-        loop.scheduler.scorings.add(Scoring([steps_of(names)], "", lambda _, i=i: told.append(i)))
+        loop.scheduler.scorings.add(
+            Scoring([steps_of(names, ROWS)], "", lambda _, i=i: told.append(i))
+        )
     drain(loop, 400)
     assert sorted(told) == [0, 1, 2, 3]
     assert told[0] == 0
@@ -150,10 +132,10 @@ def test_what_is_scored_counts_as_work_ahead_and_as_a_place_that_is_taken():
     scheduler, sequence = loop.scheduler, sequence_of([1] * 5)
     before = scheduler.offer(sequence)
     assert (before.ahead, before.is_full) == (0, False)
-    scheduler.scorings.add(Scoring([steps_of("abcd")], "", lambda _: None, num_tokens=10))
+    scheduler.scorings.add(Scoring([steps_of("abcd", ROWS)], "", lambda _: None, num_tokens=10))
     offer = scheduler.offer(sequence)
     assert (offer.ahead, offer.is_full) == (10 + 4 * ROWS, True)
-    assert scheduler.offer_rows(steps_of("xy"), "") == offer
+    assert scheduler.offer_rows(steps_of("xy", ROWS), "") == offer
     run(loop, scheduler.plan())
     assert scheduler.offer(sequence).ahead == 10 + 2 * ROWS
     drain(loop)
@@ -237,4 +219,4 @@ def test_work_is_left_until_the_rows_of_the_last_plan_are_given_back():
 def test_two_steps_that_the_arena_cannot_hold_are_refused_with_the_figures():
     loop, *_ = build(num_rows=6)
     with pytest.raises(PromptTooLong, match="8 rows; the arena has 6"):
-        loop.scheduler.scorings.check(steps_of("ab")[0])
+        loop.scheduler.scorings.check(steps_of("ab", ROWS)[0])
