@@ -217,7 +217,7 @@ class SessionConfig:
     page_share: float = 0.25
     """Share of the pages that all of them keep together, as long as no request needs the room."""
     max_bytes: int = 1 << 30
-    """Host memory for the processed pictures of all of them together."""
+    """Host memory for the processed pictures and videos of all of them together."""
     expire_seconds: float = 600.0
     """Time from the end of a turn until it gives everything back, where it names none."""
 

@@ -137,7 +137,14 @@ class Engine:
                 self.abort(request.id)
 
     def session(
-        self, system: str | None = None, *, salt: str = "", expire_seconds: float | None = None
+        self,
+        system: str | None = None,
+        *,
+        salt: str = "",
+        expire_seconds: float | None = None,
+        fps: float | None = None,
+        num_frames: int | None = None,
+        video_pruning_rate: float | None = None,
     ) -> Session:
         """Begin a conversation whose turns send only what is new; see `Session`.
 
@@ -146,12 +153,23 @@ class Engine:
             salt: The tenant.
             expire_seconds: Time after a turn until what is kept is given back; None: the setting
                 `sessions.expire_seconds`.
+            fps: Frames of each second of its videos to look at; see `generate`.
+            num_frames: Frames of each of its videos, instead of `fps`.
+            video_pruning_rate: Share of each video's tokens to drop.
 
         Raises:
             RequestError: `expire_seconds` is outside its range.
         """
         seconds = self.config.sessions.expire_seconds if expire_seconds is None else expire_seconds
-        return Session(self, system, salt=salt, expire_seconds=seconds)
+        return Session(
+            self,
+            system,
+            salt=salt,
+            expire_seconds=seconds,
+            fps=fps,
+            num_frames=num_frames,
+            video_pruning_rate=video_pruning_rate,
+        )
 
     def forget(self, keep: Keep) -> None:
         """Give back what a conversation keeps, after its running turn if there is one."""

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ from jaxmm.host.limits import check_fits
 from jaxmm.host.messages import read_text
 from jaxmm.host.prepare import PreparedClip
 from jaxmm.host.pruning import check_rate, clip_of
+from jaxmm.host.scoring import Scores, Scoring
 from jaxmm.host.sequence import Sequence
 from jaxmm.loop import Loop
 from jaxmm.pruner import PrunedVideos, Pruner
@@ -67,9 +67,7 @@ class Intake:
         self._loop = loop
         self._max_waiting = max_waiting
         self._pruning_rate = pruning_rate
-        self._pruner = Pruner(
-            parts.known_prunings, lambda scoring: loop.post(lambda: loop.score(scoring))
-        )
+        self._pruner = Pruner(parts.known_prunings)
         self._preparing: dict[str, _Entry] = {}
         self._num_estimates = 0
         self._refusal: EngineStopped | None = None
@@ -195,11 +193,14 @@ class Intake:
         except Exception as error:  # noqa: BLE001  # a fault here must cost this request alone
             self._refuse(entry, error)
             return
-        self._finish(entry, videos)
+        self._finish(entry, videos, [])
 
-    def _finish(self, entry: "_Entry", videos: PrunedVideos) -> None:
+    def _finish(self, entry: "_Entry", videos: PrunedVideos, scores: list[Scores]) -> None:
+        """With the scores of the videos that were not known."""
         try:
+            self._pruner.choose(videos, scores)
             answer = self._answer(entry, videos.pruned())
+            answer.home = videos.home
         except Exception as error:  # noqa: BLE001  # as in _prepare
             self._refuse(entry, error)
             return
@@ -213,15 +214,24 @@ class Intake:
     def _score(self, entry: "_Entry", videos: PrunedVideos) -> None:
         """Have videos encoded, unless the request is refused for what is known of it already."""
         parts = self._parts
-        [sequence, *_] = self._answer(entry, videos.expected()).sequences
-        check_fits(sequence, parts.scheduler.config, parts.pool, parts.arena)
+        sequences = self._answer(entry, videos.expected()).sequences
+        check_fits(sequences[0], parts.scheduler.config, parts.pool, parts.arena)
         self._check_steps(videos)
-        self._pruner.score(
-            videos,
-            lambda clip: self._load_steps(entry.request, entry.gone, videos.prompt.items, clip),
-            entry.gone,
-            lambda: self._threads.submit(self._finish, entry, videos),
+        scoring = Scoring(
+            self._pruner.load_unknown(
+                videos,
+                lambda clip: self._load_steps(entry.request, entry.gone, videos.prompt.items, clip),
+            ),
+            videos.salt,
+            lambda scores: self._threads.submit(self._finish, entry, videos, scores),
+            num_tokens=sum(map(parts.scheduler.expected_tokens, sequences)),
+            is_gone=entry.gone.done,
         )
+
+        def begin() -> None:
+            videos.home = self._loop.score(scoring, entry.request.keep)
+
+        self._loop.post(begin)
 
     def _check_steps(self, videos: PrunedVideos) -> None:
         for first in videos.unknown:
@@ -336,9 +346,11 @@ class Intake:
             failure = _refusal(error, answer.request)
             self._loop.post(lambda: self._loop.fail(sequence, failure))
             return
-        for i, part in zip(span, features, strict=True):
-            found = dataclasses.replace(items[i], features=part)
-            self._loop.post(partial(self._loop.provide, sequence, i, found))
+        found = [
+            dataclasses.replace(item, features=part)
+            for item, part in zip(items[span.start : span.stop], features, strict=True)
+        ]
+        self._loop.post(lambda: self._loop.provide(sequence, span.start, found))
 
     def _load_image(
         self, answer: Answer, items: tuple[Item, ...], index: int

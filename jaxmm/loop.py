@@ -14,7 +14,8 @@ from jaxmm.answer import Answer, tell
 from jaxmm.errors import EngineStopped, GrammarError, JaxmmError
 from jaxmm.host.item import Item
 from jaxmm.host.kept import Keep
-from jaxmm.host.router import Router
+from jaxmm.host.router import Offer, Router
+from jaxmm.host.scheduler import Scheduler
 from jaxmm.host.scoring import Scoring
 from jaxmm.host.sequence import Sequence, Status
 from jaxmm.replica import Replica
@@ -82,7 +83,7 @@ class Loop:
 
     def home_of(self, sequence: Sequence, keep: Any = None) -> Parts:
         """The replica that would serve a sequence that came now, as a turn of a conversation."""
-        return self._replicas[self._choose(sequence, keep)].parts
+        return self._replicas[self._choose(keep, lambda s: s.offer(sequence))].parts
 
     def enter(self, answer: Answer) -> None:
         """Note a request; `start` follows."""
@@ -90,7 +91,9 @@ class Loop:
 
     def start(self, answer: Answer) -> None:
         """Queue a request's sequences, or tell its caller why they cannot be."""
-        chosen = self._choose(answer.sequences[0], answer.request.keep)
+        chosen = answer.home
+        if chosen is None:
+            chosen = self._choose(answer.request.keep, lambda s: s.offer(answer.sequences[0]))
         home = self._replicas[chosen]
         try:
             home.scheduler.add(*answer.sequences)
@@ -98,7 +101,8 @@ class Loop:
             self._answers.pop(answer.request.id, None)
             self._tell(answer, error)
             return
-        self._router.note(chosen)
+        if answer.home is None:
+            self._router.note(chosen)
         self._homes[answer.request.id] = home
         home.stalled = False
 
@@ -118,19 +122,29 @@ class Loop:
             self.abort(sequence.request_id)
             self._tell(answer, error)
 
-    def provide(self, sequence: Sequence, index: int, item: Item) -> None:
-        """Take an item with the features that were asked for."""
+    def provide(self, sequence: Sequence, first: int, items: Several[Item]) -> None:
+        """Take an item, or all steps of a video, with the features that were asked for."""
         if self._answer_of(sequence) is not None:
             home = self._homes[sequence.request_id]
-            home.scheduler.provide_features(sequence, index, item)
+            home.scheduler.provide_features(sequence, first, items)
             home.stalled = False
 
-    def score(self, scoring: Scoring) -> None:
-        """Encode a video and compare its steps; it is told the scores on this thread."""
-        offers = [r.scheduler.offer_rows(scoring.steps, scoring.salt) for r in self._replicas]
-        home = self._replicas[self._router.best(offers)]
+    def score(self, scoring: Scoring, keep: Any = None) -> int:
+        """Encode a request's videos and compare their steps; it is told the scores on this thread.
+
+        Args:
+            scoring: The videos.
+            keep: The conversation that the request is a turn of.
+
+        Returns:
+            The replica that has their rows then: `Answer.home`.
+        """
+        chosen = self._choose(keep, lambda s: s.offer_rows(scoring.steps, scoring.salt))
+        self._router.note(chosen)
+        home = self._replicas[chosen]
         home.scheduler.scorings.add(scoring)
         home.stalled = False
+        return chosen
 
     def end_all(self, error: EngineStopped) -> None:
         """End every request with an error, each once, whoever else calls this; for any thread.
@@ -145,12 +159,12 @@ class Loop:
             answer.gone.set_result(None)
             self._tell(answer, error)
 
-    def _choose(self, sequence: Sequence, keep: Any) -> int:
+    def _choose(self, keep: Any, offer: Callable[[Scheduler], Offer]) -> int:
         """A turn goes where its conversation is kept; other requests where the router says."""
         for index, replica in enumerate(self._replicas):
             if len(self._replicas) == 1 or keep in replica.scheduler.pins:
                 return index
-        return self._router.best([r.scheduler.offer(sequence) for r in self._replicas])
+        return self._router.best([offer(replica.scheduler) for replica in self._replicas])
 
     def _next_action(self) -> Callable[[], None] | None:
         """What another thread asked for; with nothing to compute, wait for that, or until a

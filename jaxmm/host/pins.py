@@ -1,4 +1,4 @@
-"""What open conversations keep: prefixes that are not evicted, and processed pictures; both within
+"""What open conversations keep: prefixes that are not evicted, and processed media; both within
 bounds, and given up for work. Host only.
 
 A pin is weaker than a lock. Pages of a pinned prefix go after all that is merely cached, but they
@@ -42,7 +42,7 @@ class Pins:
             cache: Whose nodes are pinned.
             max_pages: Pages that all pins hold together at most.
             max_count: Conversations at most, at least one.
-            max_bytes: Of processed pictures, all conversations together.
+            max_bytes: Of processed pictures and videos, all conversations together.
             clock: Seconds.
         """
         self._cache = cache

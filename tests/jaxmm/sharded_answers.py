@@ -106,6 +106,27 @@ def conversations(on: Engine) -> dict[str, Any]:
     }
 
 
+def pruned_answers(on: Engine) -> dict[str, Any]:
+    """Three requests at once, each with two videos of four steps; and how many steps were encoded:
+    as many as there are, if a request is served where its videos were scored."""
+    before = on.stats().encoded_images
+    asked = [
+        request(
+            turn("<video>", "and", "<video>"),
+            videos=tuple([picture(112, 84, seed + i) for i in range(8)] for seed in seeds),
+            video_pruning_rate=0.5,
+        )
+        for seeds in ((0, 100), (200, 300), (400, 500))
+    ]
+    results = ask(on, *asked)
+    return {
+        "ids": [result.token_ids for result in results],
+        "logprobs": [logprobs(result).tolist() for result in results],
+        "tokens": [result.usage.video_tokens for result in results],
+        "encoded": on.stats().encoded_images - before,
+    }
+
+
 def brief_report(on: Engine) -> dict[str, Any]:
     """A few answers alone."""
     return answered(first_answers(on), [])
@@ -126,12 +147,14 @@ def report(on: Engine) -> dict[str, Any]:
     first = first_answers(on)
     with few_pages(on):
         load = under_load(on)
+    pruned = pruned_answers(on)
     after = quiet(on)
     talks = conversations(on)
     stats = on.stats()
     return answered(first, load) | {
         "finished": [replica.finished for replica in stats.replicas],
         "talks": talks,
+        "pruned": pruned,
         "retracts": stats.retracts,
         "aborted": stats.aborted,
         # threads begin when they are first needed

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from jaxmm.engine import Engine
 from jaxmm.errors import PromptTooLong, RequestError
 from jaxmm.models.qwen2_vl.processor import ImageProcessor
-from tests.checkpoints import FAMILIES, Family, checkpoint
+from tests.checkpoints import SERVED, Family, checkpoint
 from tests.engines import (
     MEDIA,
     ask,
@@ -49,7 +49,7 @@ def on() -> Engine:
 # Several pictures and turns
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SERVED)
 def test_two_turns_of_the_user_in_a_row_have_a_picture_each(family: Family) -> None:
     on = engine(family)
     both = [*turn("<image>", "and"), *turn("<image>", "what")]

@@ -56,6 +56,7 @@ def test_greedy_and_drawn_answers_equal_the_unsharded_ones(family: Family) -> No
         for values, wanted in zip(layout["logprobs"], whole["logprobs"], strict=True):
             np.testing.assert_allclose(values, wanted, atol=LOGPROB_ATOL)
         assert layout["cached"] > 0  # the repeated request found the replica that had served it
+        assert_pruned_equal(layout["pruned"], whole["pruned"])
         assert layout["retracts"] > 0
         assert layout["aborted"] > 0
         assert layout["left"] == {}
@@ -68,6 +69,13 @@ def test_greedy_and_drawn_answers_equal_the_unsharded_ones(family: Family) -> No
         assert talks["dropped"] == 0
     replicas = [int(layout.partition("x")[2]) for layout in layouts]
     assert [len(layout["finished"]) for layout in split] == replicas
+
+
+def assert_pruned_equal(layout: dict[str, Any], whole: dict[str, Any]) -> None:
+    assert layout["ids"] == whole["ids"]
+    np.testing.assert_allclose(layout["logprobs"], whole["logprobs"], atol=LOGPROB_ATOL)
+    assert layout["tokens"] == [4 * 12] * 3  # half of two videos of 4 steps of 12 rows
+    assert layout["encoded"] == 3 * 2 * 4  # on one replica each, that serves the request then
 
 
 @pytest.mark.slow
