@@ -13,9 +13,9 @@ import time
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxmm.device.backend import Backend, spread_kv_heads
+from jaxmm.device.backend import spread_kv_heads
 from jaxmm.device.lowering import Lowering
-from jaxmm.planner.compiler import chip_bytes, compile_step, mesh_of
+from jaxmm.planner.compiler import chip_bytes, compile_step
 from jaxmm.planner.depth import Depths, with_depths
 from jaxmm.planner.question import read_question
 from tests import aot
@@ -59,8 +59,9 @@ def _lowering(path: str, topology: str, chips: int, layers: int) -> tuple[Loweri
     model = spread_kv_heads(question.model, chips)
     if layers:
         model = with_depths(model, Depths(layers, layers))
-    mesh = mesh_of(list(question.devices), {"model": chips})
-    return Lowering(model, question.settle(chips), jnp.bfloat16, Backend("pallas", mesh)), mesh
+    backend = question.backend(chips)
+    assert backend.mesh is not None, "it always has one"
+    return Lowering(model, question.settle(chips), jnp.bfloat16, backend), backend.mesh
 
 
 if __name__ == "__main__":

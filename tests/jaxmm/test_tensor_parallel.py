@@ -31,8 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def serve(family: Family, *layouts: str, kind: str = "whole") -> list[dict[str, Any]]:
-    """What each layout (chips of a replica x replicas) made of the same requests, from one process
-    with four simulated chips."""
+    """What each layout made of the same requests, from one process with four simulated chips."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.jaxmm.sharded_answers", kind, family, *layouts],
         cwd=ROOT,
@@ -49,7 +48,7 @@ def serve(family: Family, *layouts: str, kind: str = "whole") -> list[dict[str, 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_and_drawn_answers_equal_the_unsharded_ones(family: Family) -> None:
     every = family in ("qwen2_5_vl", "qwen3_vl_moe")  # the others have a decoder of one of these
-    layouts = ["2x1", "4x1", "1x2", "2x2"] if every else ["4x1", "2x2"]
+    layouts = ["2x1", "4x1", "4x1e", "1x2", "2x2"] if every else ["4x1e", "2x2"]
     whole, *split = serve(family, "1x1", *layouts)
     for layout in [whole, *split]:
         assert layout["ids"] == whole["ids"]
@@ -66,7 +65,7 @@ def test_greedy_and_drawn_answers_equal_the_unsharded_ones(family: Family) -> No
         assert min(talks["cached"]) > 0
         assert talks["cost"][0] == talks["cost"][1] > 0
         assert talks["dropped"] == 0
-    replicas = [int(layout.partition("x")[2]) for layout in layouts]
+    replicas = [int(layout.removesuffix("e").partition("x")[2]) for layout in layouts]
     assert [len(layout["finished"]) for layout in split] == replicas
 
 
@@ -87,7 +86,9 @@ def test_names_say_how_arrays_are_split() -> None:
     gate_up = param_spec(("text", "layers", 0, "gate_up_2FD"))
     assert gate_up == PartitionSpec(None, "model", None)
     assert param_spec(("text", "norm_D")) == PartitionSpec(None)
-    assert param_spec(("vision", "layers", 0, "qkv_OE")) == PartitionSpec()
+    qkv = ("vision", "layers", 0, "qkv_3OE")
+    assert param_spec(qkv) == PartitionSpec()
+    assert param_spec(qkv, split_encoder=True) == PartitionSpec(None, "model", None)
 
 
 @pytest.mark.parametrize(
@@ -135,3 +136,11 @@ def test_experts_are_split_whole() -> None:
     odd = dataclasses.replace(model, text=text)
     assert not list(rests(model, 2))
     assert list(rests(odd, 2)) == [f"{text.num_experts} experts"]
+
+
+def test_an_encoder_that_is_split_must_divide_too() -> None:
+    model = read_config(checkpoint("qwen2_5_vl"))
+    vision = dataclasses.replace(model.vision, num_heads=1, mlp_width=95)
+    odd = dataclasses.replace(model, vision=vision)
+    assert not list(rests(odd, 2))
+    assert list(rests(odd, 2, split_encoder=True)) == ["1 encoder heads", "95 encoder MLP channels"]

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -14,7 +15,7 @@ import pytest
 
 from jaxmm.models.converted import convert
 from serving.example import picture_uri
-from tests.checkpoints import checkpoint
+from tests.checkpoints import Family, checkpoint
 from tests.engines import make_engine
 from tests.pods import FEW, free_port, pod, workload
 
@@ -24,9 +25,9 @@ pytestmark = pytest.mark.slow
 
 
 @functools.cache
-def expected(model: Path) -> list[list[int]]:
+def expected(family: Family) -> list[list[int]]:
     """The workload's tokens from one process."""
-    with make_engine("qwen2_5_vl", model=str(model), **FEW) as alone:
+    with make_engine(family, **FEW) as alone:
         return workload(alone)
 
 
@@ -47,10 +48,18 @@ def ends(process: subprocess.Popen[str], since: float) -> tuple[int, str]:
     return process.returncode, out
 
 
+def all_name(lost: str, processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Processes end within ten seconds from now, each with the name of the one that is lost."""
+    since = time.monotonic()
+    for process in processes:
+        status, out = ends(process, since)
+        assert status == 1
+        assert re.search(rf"the pod ends: {lost} \(.*\) was lost", out), out
+
+
 def test_two_processes_answer_as_one_and_each_names_the_one_that_was_killed() -> None:
-    model = checkpoint("qwen2_5_vl")
-    with pod(model, LEADER, 2) as (leader, follower):
-        assert first_answer(leader) == expected(model)
+    with pod(checkpoint("qwen2_5_vl"), LEADER, 2) as (leader, follower):
+        assert first_answer(leader) == expected("qwen2_5_vl")
         follower.kill()
         status, out = ends(leader, time.monotonic())
     assert status == 1
@@ -58,53 +67,36 @@ def test_two_processes_answer_as_one_and_each_names_the_one_that_was_killed() ->
     assert re.search(r"heard: the engine has stopped: process 1 \(.*\) was lost", out)
 
 
-def test_four_processes_answer_as_one_and_all_name_the_one_that_was_killed() -> None:
-    """The model has two KV heads: each of them stands on two chips."""
-    model = checkpoint("qwen2_5_vl")
-    with pod(model, LEADER, 4) as processes:
-        assert first_answer(processes[0]) == expected(model)
+def test_experts_and_an_encoder_on_four_processes_answer_as_one_and_all_name_the_one_killed() -> (
+    None
+):
+    """The model has two KV heads: each of them stands on two chips. Every host gets all pixels."""
+    split = {"JAXMM_ENCODER_PARALLEL": "model"}
+    with pod(checkpoint("qwen3_vl_moe"), LEADER, 4, **split) as processes:
+        assert first_answer(processes[0]) == expected("qwen3_vl_moe")
         processes[2].kill()
-        since = time.monotonic()
-        for process in (processes[0], processes[1], processes[3]):
-            status, out = ends(process, since)
-            assert status == 1
-            assert re.search(r"the pod ends: process 2 \(.*\) was lost", out), out
+        all_name("process 2", [processes[i] for i in (0, 1, 3)])
 
 
-def test_replicas_on_processes_of_their_own_answer_as_one() -> None:
-    model = checkpoint("qwen2_5_vl")
-    with pod(model, LEADER, 2, replicas=2) as (leader, follower):
-        assert first_answer(leader) == expected(model)
-        follower.kill()
-        status, out = ends(leader, time.monotonic())
-    assert status == 1
-    assert re.search(r"the pod ends: process 1 \(.*\) was lost", out)
-
-
-def test_replicas_on_two_processes_each_answer_as_one_and_end_together() -> None:
-    """The second replica has no chip of process 0, which hears its tokens."""
-    model = checkpoint("qwen2_5_vl")
-    with pod(model, LEADER, 4, replicas=2) as processes:
-        assert first_answer(processes[0]) == expected(model)
-        processes[3].kill()
-        since = time.monotonic()
-        for process in processes[:3]:
-            status, out = ends(process, since)
-            assert status == 1
-            assert re.search(r"the pod ends: process 3 \(.*\) was lost", out), out
-
-
-def test_a_converted_model_is_restored_by_parts_and_the_end_of_process_0_ends_all(
-    tmp_path: Path,
-) -> None:
-    model = checkpoint("qwen2_5_vl")
-    convert(model, tmp_path / "model", progress=False)
-    with pod(tmp_path / "model", LEADER, 2) as (leader, follower):
-        assert first_answer(leader) == expected(model)
+def test_replicas_on_processes_of_their_own_answer_as_one_and_end_with_process_0() -> None:
+    with pod(checkpoint("gemma3"), LEADER, 2, replicas=2) as (leader, follower):
+        assert first_answer(leader) == expected("gemma3")
         leader.kill()
         status, out = ends(follower, time.monotonic())
     assert status != 0  # JAX too ends a process whose coordinator is gone
     assert "the pod ends: process 0 (127.0.0.1) was lost" in out
+
+
+def test_replicas_of_a_converted_model_on_two_processes_each_answer_as_one_and_end_together(
+    tmp_path: Path,
+) -> None:
+    """Each process restores its parts; the second replica has no chip of process 0, which hears
+    its tokens."""
+    convert(checkpoint("qwen2_5_vl"), tmp_path / "model", progress=False)
+    with pod(tmp_path / "model", LEADER, 4, replicas=2) as processes:
+        assert first_answer(processes[0]) == expected("qwen2_5_vl")
+        processes[3].kill()
+        all_name("process 3", processes[:3])
 
 
 def test_the_server_runs_on_a_pod_and_ends_in_order_when_any_host_is_asked_to() -> None:
