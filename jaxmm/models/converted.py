@@ -278,7 +278,7 @@ class _StoredHandler(type_handlers.NumpyHandler):
 
     def _read(self, value: Stored) -> npt.NDArray[Any]:
         array = value.read()
-        digest = hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        digest = hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         self.digests[parameter_name(value.path)] = digest.hexdigest()
         return array
 

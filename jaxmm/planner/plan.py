@@ -17,7 +17,7 @@ from jaxmm.models.lane_forms import lane_patches
 from jaxmm.models.loading import param_shapes
 from jaxmm.planner.compiler import CompiledStep, chip_bytes, compile_step
 from jaxmm.planner.depth import Depths, StepFigures, extended, shallow_depths, with_depths
-from jaxmm.planner.floors import Floor, decode_floor, encode_floor, extend_floor, sums_floor
+from jaxmm.planner.floors import decode_floor, encode_floor, extend_floor, sums_floor
 from jaxmm.planner.question import Question, read_question
 from jaxmm.planner.result import Memory, Picture, Plan, Requests, Step
 from jaxmm.sizes import Sizes
@@ -128,7 +128,8 @@ def _compiled_plan(
     lane = sizes.buckets.patches[-1]
     keys: list[Key] = [("language", decode), ("language", extend), ("encode", lane)]
     depths = shallow_depths(model)
-    figures = _figures(question, model, sizes, backend, keys, depths)
+    # a batch of decodes may fill the largest step: then one compile tells of both
+    figures = _figures(question, model, sizes, backend, list(dict.fromkeys(keys)), depths)
     length = max((n for n in lengths if n <= sizes.max_model_len), default=sizes.max_model_len)
     rooms = tuple(_room(sizes, n) for n in lengths)
     running = min(sizes.max_running, _room(sizes, length).fit)
@@ -138,8 +139,8 @@ def _compiled_plan(
         count = sum(found.collectives.values())
         return sums_floor(chip, num_chips, count, found.collective_bytes / max(1, count))
 
-    floors: dict[Key, Floor] = {
-        keys[0]: decode_floor(
+    floors = (
+        decode_floor(
             model,
             chip,
             num_chips,
@@ -148,11 +149,11 @@ def _compiled_plan(
             itemsize=itemsize,
             links=links(keys[0]),
         ),
-        keys[1]: extend_floor(
+        extend_floor(
             model, chip, num_chips, num_tokens=extend, itemsize=itemsize, links=links(keys[1])
         ),
         # rows that are gathered go out once, those that are summed twice
-        keys[2]: encode_floor(
+        encode_floor(
             model,
             chip,
             lane,
@@ -160,7 +161,7 @@ def _compiled_plan(
             num_chips=encoder_chips,
             links=links(keys[2]) / (1 if backend.split_encoder else 2),
         ),
-    }
+    )
     where = "all chips" if backend.split_encoder else "each chip"
     names = (
         f"decode {running} requests of {length} tokens",
@@ -181,9 +182,9 @@ def _compiled_plan(
                 temporary_bytes=figures[key].temporary_bytes,
                 collectives=figures[key].collectives,
                 collective_bytes=figures[key].collective_bytes,
-                floor=floors[key],
+                floor=floor,
             )
-            for name, key in zip(names, keys, strict=True)
+            for name, key, floor in zip(names, keys, floors, strict=True)
         ),
         decoded=running,
         requests=rooms,

@@ -144,13 +144,14 @@ def report(on: Engine) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Words: `brief` or `whole`, the family, and layouts as `make` takes them."""
-    kind, family, *layouts = sys.argv[1:]
-    for layout in layouts:
-        with make(family, layout) as on:  # type: ignore[arg-type]
-            found = brief_report(on) if kind == "brief" else report(on)
-        sys.stdout.write(json.dumps(found) + "\n")
-        sys.stdout.flush()
+    """Of each line of the input: `brief` or `whole`, a family, and layouts as `make` takes them."""
+    for line in sys.stdin:
+        kind, family, *layouts = line.split()
+        for layout in layouts:
+            with make(family, layout) as on:  # type: ignore[arg-type]
+                found = brief_report(on) if kind == "brief" else report(on)
+            sys.stdout.write(json.dumps(found) + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
