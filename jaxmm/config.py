@@ -250,6 +250,10 @@ class EngineConfig:
     """Replicas of the model, each on `tensor_parallel` chips, with pages and caches of its own. A
     request goes where most of its prompt is cached, weighed against the load. 0: as many as there
     are chips for."""
+    encoder_parallel: Literal["lanes", "model"] = "lanes"
+    """How the chips of a replica share pictures; lanes: each encodes whole ones, with the whole
+    encoder; model: all encode the same, each with its heads and MLP columns, which takes less
+    memory, and less time for a picture that comes alone."""
     coordinator: str = ""
     """`host:port` of process 0, port free; empty: what Cloud TPU or GKE say, if they do."""
     num_processes: int = 0

@@ -27,7 +27,7 @@ from jaxmm.device.sampling import (
     remember,
     sample_rows,
 )
-from jaxmm.device.sharding import LANES, WHOLE
+from jaxmm.device.sharding import WHOLE
 from jaxmm.host.batch import FLOAT_FIELDS, StepLayout
 from kernels_pallas.ragged_paged_attention import Ragged
 from kernels_pallas.scatter_rows import write_rows
@@ -46,7 +46,7 @@ def _encode_step(
     arena: Float[Array, "R ..."],
     lane: Lane,
 ) -> Float[Array, "R ..."]:
-    """Encode packed images into the arena, on each chip a lane of its own.
+    """Encode packed images into the arena: on each chip a lane, or one on all of them.
 
     Static: encoder, backend. Donated: arena. Bucketed: N, the patches of all lanes.
     Every chip gets the rows of all of them, since it has the whole arena. The arena's last row
@@ -60,8 +60,12 @@ def _encode_step(
             return write_rows(arena, rows_MX, lane.slot_M, implementation=backend.kernels)
 
     present = {name for name, x in lane._asdict().items() if x is not None}
-    specs: dict[str, Any] = {name: LANES if "_N" in name else WHOLE for name in present}
-    per_chip = backend.per_chip(encode, (WHOLE, WHOLE, lane._replace(**specs)), WHOLE)
+    lanes = backend.lane_spec
+    specs: dict[str, Any] = {name: lanes if "_N" in name else WHOLE for name in present}
+    weights = jax.tree.map_with_path(
+        lambda path, _: backend.param_spec(("vision", *(key.key for key in path))), params
+    )
+    per_chip = backend.per_chip(encode, (weights, WHOLE, lane._replace(**specs)), WHOLE)
     return per_chip(params, arena, lane)
 
 

@@ -13,9 +13,10 @@ import time
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxmm.device.backend import Backend, spread_kv_heads
+from jaxmm.config import EngineConfig
+from jaxmm.device.backend import spread_kv_heads
 from jaxmm.device.lowering import Lowering
-from jaxmm.planner.compiler import chip_bytes, compile_step, mesh_of
+from jaxmm.planner.compiler import chip_bytes, compile_step
 from jaxmm.planner.depth import Depths, with_depths
 from jaxmm.planner.question import read_question
 from tests import aot
@@ -28,9 +29,11 @@ def main() -> None:
     parser.add_argument("--topology", default="v5e:2x2")
     parser.add_argument("--chips", type=int, default=4)
     parser.add_argument("--layers", type=int, default=0, help="of each kind; 0: all")
+    parser.add_argument("--encoder-parallel", default="lanes", choices=("lanes", "model"))
     parser.add_argument("steps", nargs="*", default=["language:64", "language:2048", "encode:4096"])
     args = parser.parse_args()
-    lowered_by, mesh = _lowering(args.model, args.topology, args.chips, args.layers)
+    split = args.encoder_parallel == "model"
+    lowered_by, mesh = _lowering(args.model, args.topology, args.chips, args.layers, split)
     pools = chip_bytes(lowered_by.kv_pages) / 2**30
     print(f"{args.chips} chips of {args.topology}; KV pools of {pools:.2f} GiB a chip", flush=True)
     for name in args.steps:
@@ -50,17 +53,21 @@ def main() -> None:
         )
 
 
-def _lowering(path: str, topology: str, chips: int, layers: int) -> tuple[Lowering, Mesh]:
+def _lowering(
+    path: str, topology: str, chips: int, layers: int, split: bool
+) -> tuple[Lowering, Mesh]:
     if not path:
         whole = step_cases.qwen2_5_vl_7b()
         model = with_depths(whole, Depths(layers, layers)) if layers else whole
-        return step_cases.lowering(model, topology, chips)
-    question = read_question(path, topology)
+        return step_cases.lowering(model, topology, chips, split_encoder=split)
+    config = EngineConfig(encoder_parallel="model" if split else "lanes")
+    question = read_question(path, topology, config)
     model = spread_kv_heads(question.model, chips)
     if layers:
         model = with_depths(model, Depths(layers, layers))
-    mesh = mesh_of(list(question.devices), {"model": chips})
-    return Lowering(model, question.settle(chips), jnp.bfloat16, Backend("pallas", mesh)), mesh
+    backend = question.backend(chips)
+    assert backend.mesh is not None, "it always has one"
+    return Lowering(model, question.settle(chips), jnp.bfloat16, backend), backend.mesh
 
 
 if __name__ == "__main__":

@@ -31,10 +31,14 @@ PAGES_LEFT = 20
 """Of all replicas together, while `under_load`: half of what its requests need at once."""
 
 
-def make(family: Family, tensor_parallel: int, data_parallel: int) -> Engine:
+def make(family: Family, layout: str) -> Engine:
+    """An engine of a layout such as `4x1`, chips of a replica x replicas; `4x1e` splits the encoder
+    too."""
+    tensor_parallel, data_parallel = map(int, layout.removesuffix("e").split("x"))
     settings = {**SMALL, **SIZES, "compile_cache_dir": cache_dir()}
     settings["model"] = str(checkpoint(family, num_kv_heads=4))
     settings |= {"tensor_parallel": tensor_parallel, "data_parallel": data_parallel}
+    settings["encoder_parallel"] = "model" if layout.endswith("e") else "lanes"
     return Engine(load_config(EngineConfig, None, settings))
 
 
@@ -163,14 +167,14 @@ def report(on: Engine) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Words: `brief` or `whole`, the family, and layouts as chips of a replica x replicas."""
-    kind, family, *layouts = sys.argv[1:]
-    for layout in layouts:
-        tensor_parallel, data_parallel = map(int, layout.split("x"))
-        with make(family, tensor_parallel, data_parallel) as on:  # type: ignore[arg-type]
-            found = brief_report(on) if kind == "brief" else report(on)
-        sys.stdout.write(json.dumps(found) + "\n")
-        sys.stdout.flush()
+    """Of each line of the input: `brief` or `whole`, a family, and layouts as `make` takes them."""
+    for line in sys.stdin:
+        kind, family, *layouts = line.split()
+        for layout in layouts:
+            with make(family, layout) as on:  # type: ignore[arg-type]
+                found = brief_report(on) if kind == "brief" else report(on)
+            sys.stdout.write(json.dumps(found) + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
