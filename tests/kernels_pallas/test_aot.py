@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from kernels_pallas.ragged_paged_attention import kernel as mixed
 from tests import aot
 from tests.bench import kernel_cases
-from tests.bench.kernel_cases import Case
+from tests.bench.kernel_cases import Case, Heads
 
 pytestmark = [
     pytest.mark.aot,
@@ -18,9 +18,10 @@ pytestmark = [
 ]
 
 SERVED = [
-    kernel_cases.decode_case(64, 28, 4, 128),
-    kernel_cases.decode_case(256, 16, 8, 16),
-    kernel_cases.extend_case(2048, 28, 4, 128),
+    kernel_cases.decode_case(64, kernel_cases.QWEN_7B, 128),
+    kernel_cases.decode_case(256, Heads(16, 8), 16),
+    kernel_cases.extend_case(2048, kernel_cases.QWEN_7B, 128),
+    kernel_cases.extend_case(1024, kernel_cases.GEMMA_4B, 128, both_ways=True),
     kernel_cases.kv_case(2048, 4, 128),
     kernel_cases.scatter_case(2048, 3584),
     kernel_cases.scatter_case(2048, 1536, levels=4),

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxmm.device.lowering import Lowering
+from jaxmm.models.config import ModelConfig
 from jaxmm.planner.compiler import CompiledStep, chip_bytes, compile_step
 from tests.bench import step_cases
 
@@ -46,6 +47,24 @@ def test_language_step(lowered_by: tuple[Lowering, Mesh], num_tokens: int) -> No
     # one sum for the embeddings, two a layer, of bfloat16 residuals
     residual = num_tokens * 3584 * 2
     assert compiled.collectives() == [("all-reduce", residual)] * (1 + 2 * LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("model", "chips", "sums"),
+    [
+        (step_cases.gemma3_4b(LAYERS, 1), 4, 1 + 2 * LAYERS),
+        # ten heads over two chips; the second layer has experts and a shared MLP, summed apart
+        (step_cases.deepseek_vl2_tiny(LAYERS, 1), 2, 1 + 2 * LAYERS + 1),
+        (step_cases.deepseek_vl2_small(LAYERS, 1), 4, 1 + 2 * LAYERS + 1),
+    ],
+    ids=["windows and both ways", "experts", "rows that are key and value"],
+)
+def test_language_steps_of_other_families(model: ModelConfig, chips: int, sums: int) -> None:
+    steps, mesh = step_cases.lowering(model, TOPOLOGY, chips)
+    compiled = compile_step(steps, mesh, ("language", 2048))
+    assert compiled.aliased_bytes >= chip_bytes(steps.kv_pages) + chip_bytes(steps.state)
+    assert compiled.hlo.count("extend_attention") >= LAYERS
+    assert dict(compiled.num_collectives) == {"all-reduce": sums}
 
 
 def test_steps_of_a_model_with_deepstack_and_heads_of_72() -> None:
