@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.kv_update import kernel as kv
-from kernels_pallas.ragged_paged_attention import decode, extend
+from kernels_pallas.ragged_paged_attention import decode, extend, key_block
 from kernels_pallas.ragged_paged_attention import kernel as mixed
 from kernels_pallas.ragged_paged_attention.layout import query_lanes, row_lanes
 from kernels_pallas.rotate_heads import grouped, packed, rotate_grouped, rotate_packed
@@ -80,12 +80,14 @@ class Case:
     """Name of the Pallas call whose schedule is read."""
     times: tuple[float, ...] = ()
     """How often each large part runs, inside of what holds it."""
-    optional: tuple[int, ...] = ()
-    """Indices of `times` whose part is small on some chips."""
+    pattern: str = ""
+    """Which parts those are (`schedule.set_times`)."""
     large: int = 95
     """Bundles from which a part is large."""
     small_loop_times: float = 1.0
     """How often loops run that are not large."""
+    inner_loop_times: float = 1.0
+    """How often loops inside of those do."""
 
 
 def bf16(*shape: int) -> jax.ShapeDtypeStruct:
@@ -122,8 +124,11 @@ def decode_case(num: int, heads: Heads, page: int, length: int = 2048) -> Case:
         hbm_bytes=num * length * heads.row_bytes,
         flops=2 * num * length * heads.queries * (heads.key + heads.value),
         kernel="decode_attention",
-        times=(num * blocks, 1 / blocks),
-        small_loop_times=n,
+        # the first reads, their DMAs, all blocks, the reads ahead, the new row
+        times=(decode.RING - 1, 1, num * blocks, 1, 1 / blocks),
+        pattern="(l)?(b)?(L)(b)?(b)",
+        large=60,
+        small_loop_times=math.ceil(n / key_block.UNROLL),
     )
 
 
@@ -160,14 +165,16 @@ def extend_case(tokens: int, heads: Heads, page: int, *, both_ways: bool = False
             1,
             1,
             sum(blocks) / num_tiles,
+            1,
             1 - masked,
             masked / 2,
             masked / 2,
             1,
         ),
-        optional=(1,),
+        # all visits; first reads, begin; blocks of a visit, the read ahead; by what is seen; end
+        pattern="(L)(b)?(b)(b)(B)?(L)(b)?(B)(B)(B)(b)",
         large=80,
-        small_loop_times=block // page,
+        small_loop_times=math.ceil(block / page / key_block.UNROLL),
     )
 
 
@@ -204,8 +211,12 @@ def scatter_case(tokens: int, width: int, levels: int = 1) -> Case:
         donated_bytes=tokens * width * 2,
         hbm_bytes=(3 if add else 2) * tokens * width * 2,
         kernel="scatter_rows",
-        times=(tokens // tile,),
+        # all tiles; those with text among them, and those without
+        times=(tokens // tile, 0, 1),
+        pattern="(l)(b)?(b)?",
+        large=90,
         small_loop_times=tile // scatter.RUN,
+        inner_loop_times=0,  # rows that follow each other, as an image's do
     )
 
 

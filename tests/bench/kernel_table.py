@@ -132,7 +132,8 @@ def _schedule(case: Case, chip: str, facts: dict[str, Any], folder: Path) -> tup
             case.times,
             large=case.large,
             small_loop_times=case.small_loop_times,
-            optional=case.optional,
+            inner_loop_times=case.inner_loop_times,
+            pattern=case.pattern,
         )
     except ValueError as error:
         sys.exit(f"{case.name} on {chip}: {error}")

@@ -29,7 +29,7 @@ def check(step: Step, first: int, end: int, block_rows: int = kernel.BLOCK_ROWS)
     write = jax.jit(functools.partial(kernel.kv_update, block_rows=block_rows))
     got = interpret(write, step.new_TY, step.pages_PKSJ, updates)
     wanted = kernel_reference.kv_update(step.new_TY, step.pages_PKSJ, *step.tables, first, end)
-    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(got.astype(np.float32), wanted.astype(np.float32))
 
 
 @pytest.mark.slow

@@ -67,13 +67,16 @@ def test_language_steps_of_other_families(model: ModelConfig, chips: int, sums: 
     assert dict(compiled.num_collectives) == {"all-reduce": sums}
 
 
-def test_steps_of_a_model_with_deepstack_and_heads_of_72() -> None:
-    steps, mesh = step_cases.lowering(step_cases.qwen3_vl_8b(3, 3), TOPOLOGY, CHIPS)
-    compiled = compile_step(steps, mesh, ("encode", 4096))
-    assert compiled.aliased_bytes >= chip_bytes(steps.arena)
+def test_steps_of_sixteen_chips_with_deepstack_and_encoder_heads_of_72() -> None:
+    steps, mesh = step_cases.lowering(step_cases.qwen3_vl_8b(3, 3), "v6e:4x4", 16)
+    language = compile_step(steps, mesh, ("language", 2048))
+    assert language.aliased_bytes >= chip_bytes(steps.kv_pages) + chip_bytes(steps.state)
+    assert dict(language.num_collectives) == {"all-reduce": 1 + 2 * 3}
+    encode = compile_step(steps, mesh, ("encode", 4096))
+    assert encode.aliased_bytes >= chip_bytes(steps.arena)
     # every chip encodes 4096 patches of its own, and has the rows of all, of four levels
-    assert set(compiled.num_collectives) == {"all-gather"}
-    assert compiled.collective_bytes == CHIPS * 1024 * 4 * 4096 * 2
+    assert set(encode.num_collectives) == {"all-gather"}
+    assert encode.collective_bytes == 16 * 1024 * 4 * 4096 * 2
 
 
 def test_encode_step(lowered_by: tuple[Lowering, Mesh]) -> None:
