@@ -270,7 +270,8 @@ def grouped_case(tokens: int, heads: int, kv_heads: int) -> Case:
         args=(bf16(tokens, lanes), f32(tokens, C), f32(tokens, C)),
         hbm_bytes=2 * 2 * tokens * lanes + 2 * 4 * tokens * C,
         kernel="rotate_grouped",
-        times=(tokens // math.gcd(tokens, grouped.TILE) * kv_heads, 1),
+        times=(tokens // math.gcd(tokens, grouped.TILE) * kv_heads,),
+        pattern="(l)b?",
     )
 
 

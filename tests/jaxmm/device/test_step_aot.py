@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxmm.device.lowering import Lowering
-from jaxmm.models.config import ModelConfig
 from jaxmm.planner.compiler import CompiledStep, chip_bytes, compile_step
 from tests.bench import step_cases
 
@@ -36,47 +35,25 @@ def whole_model_bytes(compiled: CompiledStep) -> int:
     return chip_bytes(held) + compiled.temporary_bytes
 
 
-@pytest.mark.parametrize("num_tokens", [64, 2048])
-def test_language_step(lowered_by: tuple[Lowering, Mesh], num_tokens: int) -> None:
+def test_language_step(lowered_by: tuple[Lowering, Mesh]) -> None:
     steps, mesh = lowered_by
-    compiled = compile_step(steps, mesh, ("language", num_tokens))
+    compiled = compile_step(steps, mesh, ("language", 2048))
     pools, state = chip_bytes(steps.kv_pages), chip_bytes(steps.state)
     assert compiled.aliased_bytes >= pools + state
     assert compiled.temporary_bytes < pools  # two layers' pools of 64 MiB: no copy of them
     assert whole_model_bytes(compiled) < CHIP_BYTES
     # one sum for the embeddings, two a layer, of bfloat16 residuals
-    residual = num_tokens * 3584 * 2
+    residual = 2048 * 3584 * 2
     assert compiled.collectives() == [("all-reduce", residual)] * (1 + 2 * LAYERS)
 
 
-@pytest.mark.parametrize(
-    ("model", "chips", "sums"),
-    [
-        (step_cases.gemma3_4b(LAYERS, 1), 4, 1 + 2 * LAYERS),
-        # ten heads over two chips; the second layer has experts and a shared MLP, summed apart
-        (step_cases.deepseek_vl2_tiny(LAYERS, 1), 2, 1 + 2 * LAYERS + 1),
-        (step_cases.deepseek_vl2_small(LAYERS, 1), 4, 1 + 2 * LAYERS + 1),
-    ],
-    ids=["windows and both ways", "experts", "rows that are key and value"],
-)
-def test_language_steps_of_other_families(model: ModelConfig, chips: int, sums: int) -> None:
-    steps, mesh = step_cases.lowering(model, TOPOLOGY, chips)
-    compiled = compile_step(steps, mesh, ("language", 2048))
-    assert compiled.aliased_bytes >= chip_bytes(steps.kv_pages) + chip_bytes(steps.state)
-    assert compiled.hlo.count("extend_attention") >= LAYERS
-    assert dict(compiled.num_collectives) == {"all-reduce": sums}
-
-
-def test_steps_of_sixteen_chips_with_deepstack_and_encoder_heads_of_72() -> None:
+def test_encode_step_of_sixteen_chips_with_deepstack_and_heads_of_72() -> None:
     steps, mesh = step_cases.lowering(step_cases.qwen3_vl_8b(3, 3), "v6e:4x4", 16)
-    language = compile_step(steps, mesh, ("language", 2048))
-    assert language.aliased_bytes >= chip_bytes(steps.kv_pages) + chip_bytes(steps.state)
-    assert dict(language.num_collectives) == {"all-reduce": 1 + 2 * 3}
-    encode = compile_step(steps, mesh, ("encode", 4096))
-    assert encode.aliased_bytes >= chip_bytes(steps.arena)
+    compiled = compile_step(steps, mesh, ("encode", 4096))
+    assert compiled.aliased_bytes >= chip_bytes(steps.arena)
     # every chip encodes 4096 patches of its own, and has the rows of all, of four levels
-    assert set(encode.num_collectives) == {"all-gather"}
-    assert encode.collective_bytes == 16 * 1024 * 4 * 4096 * 2
+    assert set(compiled.num_collectives) == {"all-gather"}
+    assert compiled.collective_bytes == 16 * 1024 * 4 * 4096 * 2
 
 
 def test_encode_step(lowered_by: tuple[Lowering, Mesh]) -> None:
