@@ -166,7 +166,9 @@ def extend_attention(
         (tile, G * channels), lambda k, v, tile_V, *_: (jnp.minimum(tile_V[v], last_decoded), k)
     )
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    seen = [] if seen_T is None else [seen_T[None]]
+    # a tile's own last two axes: a part of the last axis of [1, T] would have to be 128 lanes
+    seen = [] if seen_T is None else [seen_T.reshape(-1, 1, tile)]
+    row = pl.BlockSpec((None, 1, tile), lambda k, v, tile_V, *_: (tile_V[v], 0, 0))
     kernel = functools.partial(
         _extend_kernel, num_parts=num_parts, window=window, soft_cap=soft_cap
     )
@@ -175,12 +177,7 @@ def extend_attention(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=8,
             grid=(K * num_parts, visits.limits[0]),
-            in_specs=[
-                block,
-                decoded,
-                hbm,
-                *(pl.BlockSpec((1, tile), lambda k, v, tile_V, *_: (0, tile_V[v])) for _ in seen),
-            ],
+            in_specs=[block, decoded, hbm, *([row] * len(seen))],
             out_specs=block,
             scratch_shapes=[
                 pltpu.VMEM((RING, n, 1, S, J), pages_PKSJ.dtype),
