@@ -11,6 +11,9 @@ from jaxmm.errors import ConfigError
 from jaxmm.host.buckets import Buckets, patch_rungs, round_up, tile_rungs, token_rungs
 from jaxmm.host.limits import SchedulerConfig
 from jaxmm.models.config import ModelConfig, TextConfig
+from kernels_pallas.ragged_paged_attention import layout
+
+Kernels = Literal["portable", "pallas"]
 
 CPU_MAX_PIXELS = 1605632
 """Upper pixel limit on a CPU where none is set: 8192 patches of 14 x 14."""
@@ -72,7 +75,7 @@ def settle_sizes(
     platform: str,
     memory_bytes: int,
     itemsize: int,
-    kernels: Literal["portable", "pallas"] = "portable",
+    kernels: Kernels = "portable",
     num_chips: int = 1,
     split_encoder: bool = False,
 ) -> Sizes:
@@ -120,7 +123,16 @@ def settle_sizes(
     num_rows = round_up(num_rows, config.arena.page_rows)
     memory_bytes = memory_bytes // num_chips if on_cpu else memory_bytes
     num_pages = config.pages.num_pages or _pages_that_fit(
-        config, model, page_size, num_rows, on_cpu, memory_bytes, itemsize, num_chips, num_lanes
+        config,
+        model,
+        page_size,
+        num_rows,
+        on_cpu,
+        memory_bytes,
+        itemsize,
+        num_chips,
+        num_lanes,
+        kernels,
     )
     if max_model_len > num_pages * page_size:
         _require_pages(config, num_pages, page_size)
@@ -137,7 +149,7 @@ def settle_sizes(
         whole_items=model.text.both_ways,
         num_lanes=num_lanes,
     )
-    parts = _memory_parts(sizes, model, itemsize, num_chips)
+    parts = _memory_parts(sizes, model, itemsize, num_chips, kernels)
     if not on_cpu:  # where there is no limit to what a process may take
         lane_bytes = patch_bytes(model, itemsize, num_chips // num_lanes) * patches[-1]
         parts["media.max_pixels"] = lane_bytes
@@ -150,10 +162,13 @@ def host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def page_bytes(model: ModelConfig, page_size: int, itemsize: int) -> int:
-    """Bytes of one page, all layers."""
-    text = model.text
-    return text.num_layers * page_size * text.kv_values * itemsize
+def page_bytes(model: ModelConfig, page_size: int, itemsize: int, kernels: Kernels) -> int:
+    """Bytes of one page, all layers; the TPU kernels' rows are padded to whole lanes."""
+    text, values = model.text, model.text.kv_values
+    if kernels == "pallas":
+        lanes = layout.query_lanes if text.latent else layout.row_lanes
+        values = text.num_kv_heads * lanes(text.head_channels)
+    return text.num_layers * page_size * values * itemsize
 
 
 def weight_count(model: ModelConfig, num_chips: int = 1, encoder_chips: int = 1) -> int:
@@ -243,10 +258,14 @@ def has_room_for_twin(
 
 
 def _memory_parts(
-    sizes: Sizes, model: ModelConfig, itemsize: int, num_chips: int = 1
+    sizes: Sizes,
+    model: ModelConfig,
+    itemsize: int,
+    num_chips: int = 1,
+    kernels: Kernels = "portable",
 ) -> dict[str, int]:
     """Bytes of one chip by the setting that decides about them."""
-    pages = sizes.num_pages * page_bytes(model, sizes.page_size, itemsize)
+    pages = sizes.num_pages * page_bytes(model, sizes.page_size, itemsize, kernels)
     return {
         "weights": weight_count(model, num_chips, num_chips // sizes.num_lanes) * itemsize,
         "pages.num_pages": pages // num_chips,
@@ -277,13 +296,14 @@ def _pages_that_fit(
     itemsize: int,
     num_chips: int,
     num_lanes: int,
+    kernels: Kernels,
 ) -> int:
     weights = weight_count(model, num_chips, num_chips // num_lanes)
     taken = (weights + num_rows * model.text.row_width) * itemsize
     budget = int(memory_bytes * config.memory_fraction) - taken
     if on_cpu:
         budget = min(budget, _CPU_KV_BYTES)
-    pages = budget * num_chips // page_bytes(model, page_size, itemsize)
+    pages = budget * num_chips // page_bytes(model, page_size, itemsize, kernels)
     if pages < 2:
         raise ConfigError(
             f"memory_fraction={config.memory_fraction} of {memory_bytes >> 20} MiB leaves no room "

@@ -176,10 +176,6 @@ def model_obstacles(model: ModelConfig, dtype: DTypeLike) -> Iterator[str]:
     """What keeps the TPU kernels from running a model; nothing if they can."""
     if np.dtype(dtype).name not in ("float32", "bfloat16"):
         yield f"the kernels take float32 and bfloat16, not {np.dtype(dtype)}"
-    if model.text.latent is not None:
-        yield "they read keys and values, and this model keeps compressed rows in their place (MLA)"
-    if model.text.both_ways:
-        yield "they show a token the earlier ones alone; this model's image tokens see later ones"
     if model.text.width % LANES:
         yield f"a text width of {model.text.width} is no multiple of {LANES}"
     channels = model.vision.head_channels

@@ -16,6 +16,7 @@ from kernels_pallas.ragged_paged_attention import (
     Ragged,
     StepPlan,
     attend_rows,
+    latent_row_lanes,
     page_shape,
     plan_step,
     write_and_attend,
@@ -37,7 +38,8 @@ def pool_shape(
 ) -> tuple[int, ...]:
     """Shape of one layer's pool; its second axis is split over chips like KV heads."""
     if config.latent is not None:
-        return num_pages, config.num_kv_heads, page_size, config.head_channels
+        lanes = latent_row_lanes(config.head_channels, implementation=backend.kernels)
+        return num_pages, config.num_kv_heads, page_size, lanes
     page = page_shape(
         page_size, config.num_kv_heads, config.head_channels, implementation=backend.kernels
     )
@@ -118,9 +120,8 @@ class PagedAttention(NamedTuple):
         Returns:
             Attended values of each head; and the pool.
         """
-        assert self.backend.kernels == "portable", "`model_obstacles` keeps the kernels away"
         attend = self.backend.per_chip(
-            partial(write_and_attend_latent, latent=how, implementation="portable"),
+            partial(write_and_attend_latent, latent=how, implementation=self.backend.kernels),
             (spec_of("TH"), WHOLE, KV_POOL, WHOLE),
             (spec_of("TH"), KV_POOL),
         )

@@ -7,6 +7,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from kernels_pallas.kv_update import kv_update
+from kernels_pallas.online_softmax import LOG2_E
 from kernels_pallas.ragged_paged_attention import kernel, lanes, layout
 from kernels_pallas.ragged_paged_attention.portable import paged_attention_portable
 from kernels_pallas.ragged_paged_attention.reference import paged_attention_reference
@@ -73,6 +74,11 @@ def page_shape(
     return 2 * num_kv_heads, page_size, channels
 
 
+def latent_row_lanes(channels: int, *, implementation: Implementation) -> int:
+    """J of pages whose rows of so many channels are key and value at once: [1, S, J]."""
+    return layout.query_lanes(channels) if implementation == "pallas" else channels
+
+
 def plan_step(
     ragged: Ragged,
     slot_T: Int32[Array, " T"],
@@ -101,6 +107,7 @@ def plan_step(
             ragged.tables_BQ,
             ragged.num_decodes,
             ragged.num_sequences,
+            ragged.seen_T,
             num_tokens=slot_T.shape[0],
             page_size=page_size,
         )
@@ -135,7 +142,7 @@ def write_and_attend(
         ValueError: "pallas" and shapes that the kernels cannot take.
     """
     if implementation == "pallas":
-        q_TX = lanes.query_rows(q_THC, pages.dtype)
+        q_TX = lanes.query_rows(q_THC, pages.dtype, scale=layout.query_scale(q_THC.shape[2]))
         new_TY = lanes.kv_rows(k_TKC, v_TKC, pages.dtype)
         channels = q_THC.shape[2]
         out_TX, pages = attend_rows(q_TX, new_TY, pages, plan, channels, window=window)
@@ -151,36 +158,43 @@ def write_and_attend(
 def write_and_attend_latent(
     q_THC: Float[Array, "T H C"],
     new_TC: Float[Array, "T C"],
-    pages_P1SC: Float[Array, "P 1 S C"],
+    pages_P1SJ: Float[Array, "P 1 S J"],
     plan: StepPlan,
     latent: Latent,
     *,
-    implementation: Literal["portable", "reference"],
-) -> tuple[Float[Array, "T H V"], Float[Array, "P 1 S C"]]:
+    implementation: Implementation,
+) -> tuple[Float[Array, "T H V"], Float[Array, "P 1 S J"]]:
     """`write_and_attend` for pages of one row a token, key and value at once (arXiv:2405.04434).
 
     Args:
         q_THC: Queries, not scaled.
         new_TC: Rows of the step's tokens; every head reads all of them.
-        pages_P1SC: One layer's pool; donated.
+        pages_P1SJ: One layer's pool, of `latent_row_lanes`; donated.
         plan: `plan_step` for the same implementation.
         latent: How a row is read.
-        implementation: "portable", or "reference" for tests. There is no TPU kernel.
+        implementation: "portable" for CPU and GPU, "pallas" for TPU, "reference" for tests.
 
     Returns:
         Attended values in q's dtype, finite for filler; and the pool.
     """
-    pages_P1SC = kv_update(
-        pages_P1SC,
-        new_TC[:, None].astype(pages_P1SC.dtype),
+    if implementation == "pallas":
+        (T, H, C), J = q_THC.shape, pages_P1SJ.shape[3]
+        q_TX = lanes.query_rows(q_THC, pages_P1SJ.dtype, scale=latent.scale * LOG2_E)
+        new_TJ = jnp.pad(new_TC.astype(pages_P1SJ.dtype), ((0, 0), (0, J - C)))
+        out_TX, pages_P1SJ = attend_rows(q_TX, new_TJ, pages_P1SJ, plan, C)
+        out_THV = out_TX.reshape(T, H, J)[:, :, : latent.value_channels]
+        return out_THV.astype(q_THC.dtype), pages_P1SJ
+    pages_P1SJ = kv_update(
+        pages_P1SJ,
+        new_TC[:, None].astype(pages_P1SJ.dtype),
         plan.slot_T,
         plan.num_tokens,
         implementation=implementation,
     )
     attended_THV = ragged_paged_attention(
-        q_THC, pages_P1SC, plan.ragged, latent=latent, implementation=implementation
+        q_THC, pages_P1SJ, plan.ragged, latent=latent, implementation=implementation
     )
-    return attended_THV, pages_P1SC
+    return attended_THV, pages_P1SJ
 
 
 def attend_rows(
@@ -196,7 +210,7 @@ def attend_rows(
 
     Args:
         q_TX: Queries, rotated and scaled, heads side by side.
-        new_TY: A key and then its value for each KV head.
+        new_TY: A key and then its value for each KV head, or a row that is both.
         pages_PKSJ: One layer's pool; donated.
         plan: `plan_step` for "pallas".
         channels: C, of one head.
@@ -207,7 +221,6 @@ def attend_rows(
     """
     assert plan.extends is not None, "the plan was made for another implementation"
     ragged = plan.ragged
-    assert ragged.seen_T is None, "the kernels see earlier keys alone"
     return kernel.ragged_paged_attention(
         q_TX,
         new_TY,
@@ -217,6 +230,7 @@ def attend_rows(
         ragged.tables_BQ,
         ragged.num_decodes,
         plan.extends,
+        ragged.seen_T,
         channels=layout.query_lanes(channels),
         max_decode=min(q_TX.shape[0], ragged.lengths_B.shape[0]),
         window=window,

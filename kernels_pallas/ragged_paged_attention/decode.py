@@ -199,20 +199,18 @@ def _decode_kernel(
         beyond_b, beyond_j = following(jnp.minimum(ahead_b, num - 1), ahead_j)
         return i + 1, next_b, next_j, jnp.where(ahead_b < num, beyond_b, num), beyond_j
 
-    def first_reads() -> tuple[Any, Any]:
-        b, j = jnp.int32(0), jnp.int32(0) + first_block(0)
-        for slot in range(depth - 1):
-            pl.when(b < num)(functools.partial(reader.start, b, j, slot))
-            beyond_b, beyond_j = following(jnp.minimum(b, jnp.maximum(num - 1, 0)), j)
-            b, j = jnp.where(b < num, beyond_b, num), beyond_j
-        return b, j
+    def first_read(slot: Any, carry: Any) -> Any:
+        b, j = carry
+        pl.when(b < num)(functools.partial(reader.start, b, j, slot))
+        beyond_b, beyond_j = following(jnp.minimum(b, jnp.maximum(num - 1, 0)), j)
+        return jnp.where(b < num, beyond_b, num), beyond_j
 
     def clear_output(b: Any, carry: Any) -> Any:
         out_BKGC[b] = jnp.zeros(out_BKGC.shape[1:], out_BKGC.dtype)
         return carry
 
-    ahead = first_reads()
-    start = (jnp.int32(0), jnp.int32(0), jnp.int32(0) + first_block(0), *ahead)
+    first = (jnp.int32(0), jnp.int32(0) + first_block(0))
+    start = (jnp.int32(0), *first, *lax.fori_loop(0, depth - 1, first_read, first))
     lax.while_loop(lambda carry: carry[1] < num, step, start)
     lax.fori_loop(num, out_BKGC.shape[0], clear_output, 0)
 

@@ -1,18 +1,19 @@
 """Attention of runs of new tokens over the pages of their sequences. Traced.
 
 A tile is `tile` consecutive tokens of the step; a visit is one tile together with one sequence that
-has tokens in it. The grid walks the visits once for each KV head:
+has tokens in it. The grid walks the visits once for each KV head, or for each part of one that
+has many wide query heads:
 
-    grid (KV head, visit)
-      q[T, K·G·C]      ──▶ block [tile, G·C] of this head; stays while the tile stays
+    grid (KV head and part, visit)
+      q[T, K·Z·G·C]    ──▶ block [tile, G·C] of this part; stays while the tile stays
       pages[P,K,S,J]   ──a DMA a page──▶ ring[2, page, 1, S, J]: one block of keys ahead
       per query head g: scores [tile, keys] ─▶ maximum, 2^x, sum ─▶ acc[g, tile, C]
-      out[T, K·G·C]    ◀── acc / sum, at the last visit of the tile; rows that were decoded are
+      out[T, K·Z·G·C]  ◀── acc / sum, at the last visit of the tile; rows that were decoded are
                            copied from the block of `decoded` instead
 
-Blocks of keys behind the last query or before the window are never read; only blocks that hold the
-diagonal, the window's edge or a neighbour's rows are masked, and of those that end in their first
-half only the half is computed.
+Blocks of keys behind the last that a query sees or before the window are never read; only blocks
+that hold the diagonal, the window's edge or a neighbour's rows are masked, and of those that end in
+their first half only the half is computed.
 """
 
 import functools
@@ -35,6 +36,8 @@ BLOCK_KEYS = 512
 """Keys of one block."""
 RING = 3
 """Blocks of keys in VMEM."""
+MAX_LANES = 2560
+"""Of queries that one program takes: 1.3 MB a tile, of which six blocks are in VMEM."""
 
 
 class Visits(NamedTuple):
@@ -43,14 +46,18 @@ class Visits(NamedTuple):
     tile_V: Int32[Array, " V"]
     sequence_V: Int32[Array, " V"]
     """Index into the sequences; -1 for a tile without any."""
+    reach_V: Int32[Array, " V"]
+    """Last key that any query of the visit sees."""
     limits: Int32[Array, " 3"]
     """Visits in all, first and end of those with a sequence."""
 
 
 def plan_visits(
     start_B1: Int32[Array, " B1"],
+    length_B: Int32[Array, " B"],
     num_decode: Int32[Array, ""],
     num_sequences: Int32[Array, ""],
+    seen_T: Int32[Array, " T"] | None,
     *,
     num_tokens: int,
     tile: int = TILE,
@@ -59,6 +66,8 @@ def plan_visits(
 
     Args:
         start_B1: First token of each sequence in the step, ascending, and the end of the last.
+        length_B: KV tokens of each sequence after the step.
+        seen_T: Last key that each token sees, as `extend_attention` takes it.
         num_tokens: Tokens T of the step with padding, a multiple of `tile`.
     """
     num_tiles = num_tokens // tile
@@ -78,7 +87,28 @@ def plan_visits(
     sequence_V = jnp.where((part_V == 0) | (part_V == end.shape[0] - 1), -1, part_V - 1)
     tile_V = jnp.minimum(first[part_V] + v - (end - count)[part_V], num_tiles - 1)
     limits = jnp.stack([end[-1], before, end[-2]])
-    return Visits(*(x.astype(jnp.int32) for x in (tile_V, sequence_V, limits)))
+    reach_V = _reach(tile_V, jnp.maximum(sequence_V, 0), start_B1, length_B, seen_T, tile)
+    return Visits(*(x.astype(jnp.int32) for x in (tile_V, sequence_V, reach_V, limits)))
+
+
+def _reach(
+    tile_V: Int32[Array, " V"],
+    sequence_V: Int32[Array, " V"],
+    start_B1: Int32[Array, " B1"],
+    length_B: Int32[Array, " B"],
+    seen_T: Int32[Array, " T"] | None,
+    tile: int,
+) -> Int32[Array, " V"]:
+    """Last key that the queries of each visit see: of the last one itself, or of any."""
+    begin_V, end_V = start_B1[sequence_V], start_B1[sequence_V + 1]
+    length_V = length_B[sequence_V]
+    last_V = jnp.minimum(end_V, (tile_V + 1) * tile) - 1 - end_V + length_V
+    if seen_T is None:
+        return last_V
+    token_VX = tile_V[:, None] * tile + jnp.arange(tile)
+    ours_VX = (token_VX >= begin_V[:, None]) & (token_VX < end_V[:, None])
+    seen_V = jnp.where(ours_VX, seen_T[token_VX], 0).max(axis=1)
+    return jnp.clip(seen_V, last_V, length_V - 1)
 
 
 def extend_attention(
@@ -90,6 +120,7 @@ def extend_attention(
     visits: Visits,
     num_decode: Int32[Array, ""],
     decoded_BX: Float[Array, "B X"] | None,
+    seen_T: Int32[Array, " T"] | None = None,
     *,
     channels: int,
     tile: int = TILE,
@@ -97,7 +128,7 @@ def extend_attention(
     soft_cap: float | None = None,
     block_pages: int | None = None,
 ) -> Float[Array, "T X"]:
-    """Attend causally from the tokens of extending sequences; the pages hold their keys already.
+    """Attend from the tokens of extending sequences; the pages hold their keys already.
 
     Args:
         q_TX: Queries as the projection emits them, `channels` lanes a head, heads of one KV head
@@ -106,9 +137,11 @@ def extend_attention(
         start_B1: First token of each sequence in the step, ascending, and the end of the last.
         length_B: KV tokens of each sequence after the step.
         page_table_BQ: The pages of each sequence, in order.
-        visits: `plan_visits` of the same sequences and tile.
+        visits: `plan_visits` of the same sequences, seen keys and tile.
         num_decode: Rows of the step that are in `decoded_BX` already, its first ones.
         decoded_BX: Their outputs; None: there are none.
+        seen_T: Last key of its sequence that each token sees, at least its own; None: its own.
+            Not read of tokens of no sequence.
         channels: Lanes of one query head (`layout.query_lanes`).
         tile: Query tokens of one tile; T is a multiple of it.
         window: Keys that a query sees at most, itself included; None: all.
@@ -120,25 +153,31 @@ def extend_attention(
     """
     X = q_TX.shape[1]
     _, K, S, J = pages_PKSJ.shape
-    G = X // K // channels
+    G = heads_of_program(X // K // channels, channels)
+    num_parts = X // (K * G * channels)
     n = block_pages or max(S, BLOCK_KEYS) // S
     if decoded_BX is None:
         num_decode, decoded_BX = jnp.zeros_like(num_decode), jnp.zeros((0, X), q_TX.dtype)
     padding = -decoded_BX.shape[0] % tile if decoded_BX.shape[0] else tile
     decoded_BX = jnp.pad(decoded_BX, ((0, padding), (0, 0)))
     last_decoded = decoded_BX.shape[0] // tile - 1
-    block = pl.BlockSpec((tile, X // K), lambda k, v, tile_V, *_: (tile_V[v], k))
+    block = pl.BlockSpec((tile, G * channels), lambda k, v, tile_V, *_: (tile_V[v], k))
     decoded = pl.BlockSpec(
-        (tile, X // K), lambda k, v, tile_V, *_: (jnp.minimum(tile_V[v], last_decoded), k)
+        (tile, G * channels), lambda k, v, tile_V, *_: (jnp.minimum(tile_V[v], last_decoded), k)
     )
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    kernel = functools.partial(_extend_kernel, num_heads=K, window=window, soft_cap=soft_cap)
+    # a tile's own last two axes: a part of the last axis of [1, T] would have to be 128 lanes
+    seen = [] if seen_T is None else [seen_T.reshape(-1, 1, tile)]
+    row = pl.BlockSpec((None, 1, tile), lambda k, v, tile_V, *_: (tile_V[v], 0, 0))
+    kernel = functools.partial(
+        _extend_kernel, num_parts=num_parts, window=window, soft_cap=soft_cap
+    )
     out: Array = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=7,
-            grid=(K, visits.limits[0]),
-            in_specs=[block, decoded, hbm],
+            num_scalar_prefetch=8,
+            grid=(K * num_parts, visits.limits[0]),
+            in_specs=[block, decoded, hbm, *([row] * len(seen))],
             out_specs=block,
             scratch_shapes=[
                 pltpu.VMEM((RING, n, 1, S, J), pages_PKSJ.dtype),
@@ -165,13 +204,21 @@ def extend_attention(
         q_TX,
         decoded_BX,
         pages_PKSJ,
+        *seen,
     )
     return out
+
+
+def heads_of_program(group: int, channels: int) -> int:
+    """Query heads of a KV head that one program takes: all, or as many as `MAX_LANES` hold."""
+    fitting = (n for n in range(group, 1, -1) if group % n == 0 and n * channels <= MAX_LANES)
+    return next(fitting, 1)
 
 
 def _extend_kernel(
     tile_V: Any,
     sequence_V: Any,
+    reach_V: Any,
     limits: Any,
     num_decode: Any,
     start_B1: Any,
@@ -180,22 +227,16 @@ def _extend_kernel(
     q_TX: Any,
     decoded_TX: Any,
     pages_hbm: Any,
-    out_TX: Any,
-    ring: Any,
-    max_GTL: Any,
-    sum_GTL: Any,
-    acc_GTC: Any,
-    cursor: Any,
-    read_done: Any,
-    *,
-    num_heads: int,
+    *refs: Any,
+    num_parts: int,
     window: int | None,
     soft_cap: float | None,
 ) -> None:
+    *seen_1T, out_TX, ring, max_GTL, sum_GTL, acc_GTC, cursor, read_done = refs
     depth, n, _, S, J = ring.shape
     G, tile, C = acc_GTC.shape
     block = n * S
-    head, visit = pl.program_id(0), pl.program_id(1)
+    part, visit = pl.program_id(0), pl.program_id(1)
     reader = key_block.Reader(pages_hbm, ring, read_done, table_BQ, length_B)
 
     def rows_of(v: Any) -> tuple[Any, Any, Any, Any]:
@@ -209,17 +250,16 @@ def _extend_kernel(
         return b, zero, first, last
 
     def blocks_of(v: Any) -> tuple[Any, Any]:
-        _, _, first, last = rows_of(v)
-        low = 0 if window is None else jnp.maximum(first - window + 1, 0) // block
-        return low, last // block + 1
+        low = 0 if window is None else jnp.maximum(rows_of(v)[2] - window + 1, 0) // block
+        return low, reach_V[v] // block + 1
 
     def start_ahead(slot: Any) -> None:
-        """Start the read at the cursor (head, visit, block) and move it one block on."""
+        """Start the read at the cursor (part, visit, block) and move it one block on."""
         k, v, j = cursor[1], cursor[2], cursor[3]
 
-        @pl.when(k < num_heads)
+        @pl.when(k < pl.num_programs(0))
         def advance() -> None:
-            reader.start(sequence_V[v], j, slot, pl.ds(k, 1))
+            reader.start(sequence_V[v], j, slot, pl.ds(k // num_parts, 1))
             more = j + 1 < blocks_of(v)[1]
             turn = jnp.logical_and(jnp.logical_not(more), v + 1 >= limits[2])
             next_v = jnp.where(more, v, jnp.where(turn, limits[1], v + 1))
@@ -227,11 +267,11 @@ def _extend_kernel(
             cursor[2] = next_v
             cursor[3] = jnp.where(more, j + 1, blocks_of(next_v)[0])
 
-    @pl.when((head == 0) & (visit == 0))
+    @pl.when((part == 0) & (visit == 0))
     def first_reads() -> None:
         some = limits[1] < limits[2]
         cursor[0] = 0
-        cursor[1] = jnp.where(some, 0, num_heads)
+        cursor[1] = jnp.where(some, 0, pl.num_programs(0))
         cursor[2] = limits[1]
         cursor[3] = blocks_of(limits[1])[0]
         for slot in range(depth - 1):
@@ -259,12 +299,19 @@ def _extend_kernel(
             score, ahead = ahead, scores(g + 1) if g + 1 < G else None
             softmax.absorb(score, kv[:, J - C :], max_GTL.at[g], sum_GTL.at[g], acc_GTC.at[g])
 
+    def last_seen(position: Any) -> Any:
+        """Last key that each row sees, `position` or more."""
+        if not seen_1T:
+            return position
+        seen_TL = jnp.broadcast_to(seen_1T[0][...], (LANES, tile)).T
+        return jnp.minimum(seen_TL[:, :1], length_B[b] - 1)
+
     def attend_some(slot: Any, j: Any, keys: int) -> None:
         """Attend to the first keys of a block, each row to those that it may see."""
         key = lax.broadcasted_iota(jnp.int32, (tile, keys), 1) + j * block
         position = lax.broadcasted_iota(jnp.int32, (tile, 1), 0) + zero
         ours = (position >= first) & (position <= last)
-        seen = key <= jnp.where(ours, position, -1)
+        seen = key <= jnp.where(ours, last_seen(position), -1)
         if window is not None:
             seen &= key > position - window
         attend(slot, keys, seen)
@@ -283,7 +330,7 @@ def _extend_kernel(
 
         pl.when(clear_view)(lambda: attend(slot, block, None))
         half = block // 2 if block % (2 * LANES) == 0 else block
-        short = last - j * block < half
+        short = reach_V[visit] - j * block < half
         masked = jnp.logical_not(clear_view)
         pl.when(masked & short)(lambda: attend_some(slot, j, half))
         if half < block:

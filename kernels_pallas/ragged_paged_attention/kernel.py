@@ -38,6 +38,7 @@ def plan_extends(
     page_table_BQ: Int32[Array, "B Q"],
     num_decode: Int32[Array, ""],
     num_sequences: Int32[Array, ""],
+    seen_T: Int32[Array, " T"] | None = None,
     *,
     num_tokens: int,
     page_size: int,
@@ -49,10 +50,17 @@ def plan_extends(
             decode rows come first, so `start_B1[b] == b` for them.
         length_B: KV tokens of each sequence after the step.
         page_table_BQ: The pages of each sequence, in order.
+        seen_T: As `ragged_paged_attention` takes it.
         num_tokens: Tokens T of the step with padding.
     """
     visits = plan_visits(
-        start_B1, num_decode, num_sequences, num_tokens=num_tokens, tile=query_tile(num_tokens)
+        start_B1,
+        length_B,
+        num_decode,
+        num_sequences,
+        seen_T,
+        num_tokens=num_tokens,
+        tile=query_tile(num_tokens),
     )
     updates = plan_updates(
         start_B1,
@@ -87,6 +95,7 @@ def ragged_paged_attention(
     page_table_BQ: Int32[Array, "B Q"],
     num_decode: Int32[Array, ""],
     extends: ExtendPlan | None,
+    seen_T: Int32[Array, " T"] | None = None,
     *,
     channels: int,
     max_decode: int,
@@ -106,9 +115,11 @@ def ragged_paged_attention(
             belongs to another one.
         num_decode: Sequences with one token each, which are the first tokens of the step.
         extends: `plan_extends` of the step; None: it has decodes only.
+        seen_T: Last key of its sequence that each token of an extend sees, at least its own; None:
+            its own. Decodes see their own; not read of them, nor of tokens of no sequence.
         channels: Lanes of a query head (`layout.query_lanes`).
         max_decode: Decode rows at most (static); 0: the step has extends only.
-        window: Keys that a query sees at most, itself included; None: all.
+        window: Keys up to its own that a query sees at most, whatever it sees behind; None: all.
         soft_cap: Scores s become cap · tanh(s / cap), natural units; None: no cap.
 
     Returns:
@@ -145,6 +156,7 @@ def ragged_paged_attention(
         extends.visits,
         num_decode,
         decoded_BX,
+        seen_T,
         channels=channels,
         tile=query_tile(q_TX.shape[0]),
         window=window,

@@ -12,6 +12,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.tiling import tile_rows
 
+UNROLL = 8
+"""Pages of a whole block whose DMAs are started in one turn."""
+
 
 class Reader(NamedTuple):
     """Reads block j of sequence b, a DMA a page, all waited for at once."""
@@ -40,7 +43,12 @@ class Reader(NamedTuple):
             pltpu.make_async_copy(source, self.ring.at[slot, p], self.done.at[slot]).start()
             return carry
 
-        lax.fori_loop(0, self._num_pages(b, j), one, 0)
+        def start_pages(num: Any, unroll: int) -> None:
+            lax.fori_loop(0, num, one, 0, unroll=unroll)
+
+        num = self._num_pages(b, j)
+        pl.when(num == n)(lambda: start_pages(n, min(n, UNROLL)))
+        pl.when(num < n)(lambda: start_pages(num, 1))
 
     def wait(self, b: Any, j: Any, slot: Any) -> None:
         here = self.ring.at[slot, pl.ds(0, self._num_pages(b, j))]

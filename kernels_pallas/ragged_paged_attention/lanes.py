@@ -11,11 +11,11 @@ from jaxtyping import Array, Float
 from kernels_pallas.ragged_paged_attention import layout
 
 
-def query_rows(q_THC: Float[Array, "T H C"], dtype: Any) -> Float[Array, "T X"]:
-    """Queries side by side, times `layout.query_scale`: one rounding, if XLA fuses the rotation."""
+def query_rows(q_THC: Float[Array, "T H C"], dtype: Any, *, scale: float) -> Float[Array, "T X"]:
+    """Queries side by side, times a scale: one rounding, if XLA fuses the rotation."""
     T, H, C = q_THC.shape
     lanes = layout.query_lanes(C)
-    scaled_THC = (q_THC.astype(jnp.float32) * layout.query_scale(C)).astype(dtype)
+    scaled_THC = (q_THC.astype(jnp.float32) * scale).astype(dtype)
     return jnp.pad(scaled_THC, ((0, 0), (0, 0), (0, lanes - C))).reshape(T, H * lanes)
 
 

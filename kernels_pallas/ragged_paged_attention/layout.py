@@ -10,7 +10,8 @@ matrix unit wants it, and nothing is transposed or strided on the way.
     192, 256     256           512          key | value
 
 With a shared tile the product of query and row is query times key (zeros meet the value), and the
-product of probabilities and row holds the output in its upper half.
+product of probabilities and row holds the output in its upper half. A row may also be key and value
+at once (multi-head latent attention): it takes the lanes of a query, and is shared likewise.
 """
 
 import math

@@ -7,6 +7,8 @@ A tile is up to 64 tokens; only tiles with vision rows are visited, four in flig
        ▲                                                                      │ select or add
        └──────────────────────────────────────────────────────────────────────┘
 
+A tile that gets a row for every token is a plain copy: half of the work.
+
 VMEM: 4 · 2 · 64 rows, 3.6 MiB at D = 3584 in bfloat16.
 """
 
@@ -188,13 +190,13 @@ def _kernel(
             run = run_G[first // RUN]
             pl.when(run >= 0)(lambda: start(run, g * RUN, RUN))
 
-            @pl.when(run == _SINGLE)
-            def start_each() -> None:
-                for r in range(RUN):
-                    row = row_T[first + r]
-                    pl.when(row >= 0)(functools.partial(start, row, g * RUN + r, 1))
+            def start_each(r: Any, carry: Any) -> Any:
+                row = row_T[first + r]
+                pl.when(row >= 0)(lambda: start(row, g * RUN + r, 1))
+                return carry
 
-            return carry
+            # a loop: eight predicated DMAs would be issued in vain for each run
+            return lax.fori_loop(0, jnp.where(run == _SINGLE, RUN, 0), start_each, carry)
 
         lax.fori_loop(0, tile // RUN, start_run, 0)
 
@@ -217,9 +219,20 @@ def _kernel(
 
     def join(i: Any) -> None:
         s = lax.rem(i, depth)
-        new = rows[s].reshape(tile, -1)[:, :D].astype(jnp.float32)
-        old = tiles[s].astype(jnp.float32)
-        tiles[s] = jnp.where(has_row(i), old + new if add else new, old).astype(tiles.dtype)
+
+        def take_all() -> None:
+            tiles[s] = rows[s].reshape(tile, -1)[:, :D]
+
+        def take_some() -> None:
+            read_tile(i).wait()
+            new = rows[s].reshape(tile, -1)[:, :D].astype(jnp.float32)
+            old = tiles[s].astype(jnp.float32)
+            tiles[s] = jnp.where(has_row(i), old + new if add else new, old).astype(tiles.dtype)
+
+        if add:
+            return take_some()
+        pl.when(needs_old(i))(take_some)
+        pl.when(jnp.logical_not(needs_old(i)))(take_all)
 
     def step(i: Any, carry: Any) -> Any:
         @pl.when(i + 2 < num_tiles[0])
@@ -228,7 +241,6 @@ def _kernel(
             start_reads(i + 2)
 
         wait_rows(i)
-        pl.when(needs_old(i))(lambda: read_tile(i).wait())
         join(i)
         write_tile(i).start()
         return carry

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.kv_update import kernel as kv
-from kernels_pallas.ragged_paged_attention import decode, extend
+from kernels_pallas.ragged_paged_attention import decode, extend, key_block
 from kernels_pallas.ragged_paged_attention import kernel as mixed
 from kernels_pallas.ragged_paged_attention.layout import query_lanes, row_lanes
 from kernels_pallas.rotate_heads import grouped, packed, rotate_grouped, rotate_packed
@@ -24,6 +24,42 @@ from kernels_pallas.segment_attention import windows
 
 C = 128
 """Channels of a text head."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention of a decoder: query and KV heads, and what a row of KV is."""
+
+    queries: int
+    kv: int
+    key: int = C
+    """Channels of a key, and of a query."""
+    value: int = C
+    shared: bool = False
+    """The value is the first channels of the key, and nothing else is kept."""
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a query."""
+        return query_lanes(self.key)
+
+    @property
+    def row(self) -> int:
+        """Lanes of a row of KV."""
+        return self.lanes if self.shared else row_lanes(self.key)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one token, all KV heads."""
+        return self.kv * self.row * 2
+
+    def __str__(self) -> str:
+        wide = "" if self.key == C else f" of {self.key}"
+        return f"{self.queries}/{self.kv}{wide}"
+
+
+LATENT = Heads(16, 1, key=576, value=512, shared=True)
+"""DeepSeek-VL2 Small: all heads read one compressed row a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +80,14 @@ class Case:
     """Name of the Pallas call whose schedule is read."""
     times: tuple[float, ...] = ()
     """How often each large part runs, inside of what holds it."""
-    optional: tuple[int, ...] = ()
-    """Indices of `times` whose part is small on some chips."""
+    pattern: str = ""
+    """Which parts those are (`schedule.set_times`)."""
     large: int = 95
     """Bundles from which a part is large."""
     small_loop_times: float = 1.0
     """How often loops run that are not large."""
+    inner_loop_times: float = 1.0
+    """How often loops inside of those do."""
 
 
 def bf16(*shape: int) -> jax.ShapeDtypeStruct:
@@ -64,18 +102,18 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def decode_case(num: int, heads: int, kv_heads: int, page: int, length: int = 2048) -> Case:
+def decode_case(num: int, heads: Heads, page: int, length: int = 2048) -> Case:
     """Decode of `num` sequences of equal length."""
     per_sequence = 2 * length // page
-    pool = bf16(num * length // page + 1, kv_heads, page, row_lanes(C))
+    pool = bf16(num * length // page + 1, heads.kv, page, heads.row)
     n = decode.block_pages_of(pool, per_sequence)
     blocks = math.ceil(length / (n * page))
     return Case(
-        name=f"decode {num}, {heads}/{kv_heads}, page {page}",
+        name=f"decode {num}, {heads}, page {page}",
         function=decode.decode_attention,
         args=(
-            bf16(num, kv_heads, math.ceil(heads / kv_heads / 8) * 8, C),
-            bf16(num, kv_heads, row_lanes(C)),
+            bf16(num, heads.kv, math.ceil(heads.queries / heads.kv / 8) * 8, heads.lanes),
+            bf16(num, heads.kv, heads.row),
             pool,
             i32(num),
             i32(num, per_sequence),
@@ -83,51 +121,60 @@ def decode_case(num: int, heads: int, kv_heads: int, page: int, length: int = 20
         ),
         donate=(2,),
         donated_bytes=math.prod(pool.shape) * 2,
-        hbm_bytes=num * length * kv_heads * row_lanes(C) * 2,
+        hbm_bytes=num * length * heads.row_bytes,
+        flops=2 * num * length * heads.queries * (heads.key + heads.value),
         kernel="decode_attention",
-        times=(num * blocks, 1 / blocks),
-        small_loop_times=n,
+        # the first reads, their DMAs, all blocks, the reads ahead, the new row
+        times=(decode.RING - 1, 1, num * blocks, 1, 1 / blocks),
+        pattern="(l)?(b)?(L)(b)?(b)",
+        large=60,
+        small_loop_times=math.ceil(n / key_block.UNROLL),
     )
 
 
-def extend_case(tokens: int, heads: int, kv_heads: int, page: int) -> Case:
-    """Extend of one sequence that has nothing cached."""
+def extend_case(tokens: int, heads: Heads, page: int, *, both_ways: bool = False) -> Case:
+    """Extend of one sequence that has nothing cached; with keys that are seen by earlier tokens,
+    as if there were none."""
     tile, block = mixed.query_tile(tokens), max(page, extend.BLOCK_KEYS)
     num_tiles = tokens // tile
-    visits = extend.Visits(i32(num_tiles + 1), i32(num_tiles + 1), i32(3))
+    visits = extend.Visits(*[i32(num_tiles + 1)] * 3, i32(3))
+    programs = heads.queries // extend.heads_of_program(heads.queries // heads.kv, heads.lanes)
     blocks = [math.ceil((t + 1) * tile / block) for t in range(num_tiles)]
     masked = num_tiles / sum(blocks)
     return Case(
-        name=f"extend {tokens}, {heads}/{kv_heads}, page {page}",
-        function=functools.partial(extend.extend_attention, channels=C, tile=tile),
+        name=f"extend {tokens}, {heads}, page {page}{', both ways' if both_ways else ''}",
+        function=functools.partial(extend.extend_attention, channels=heads.lanes, tile=tile),
         args=(
-            bf16(tokens, heads * C),
-            bf16(tokens // page + 1, kv_heads, page, row_lanes(C)),
+            bf16(tokens, heads.queries * heads.lanes),
+            bf16(tokens // page + 1, heads.kv, page, heads.row),
             i32(2),
             i32(1),
             i32(1, tokens // page),
             visits,
             i32(),
             None,
+            i32(tokens) if both_ways else None,
         ),
-        hbm_bytes=2 * 2 * tokens * heads * C + tokens * kv_heads * row_lanes(C) * 2,
-        flops=4 * heads * C * tokens * (tokens + 1) / 2,
+        hbm_bytes=2 * 2 * tokens * heads.queries * heads.lanes + tokens * heads.row_bytes,
+        flops=heads.queries * (heads.key + heads.value) * tokens * (tokens + 1),
         kernel="extend_attention",
         times=(
-            kv_heads * num_tiles,
+            programs * num_tiles,
             1,
-            1 / (kv_heads * num_tiles),
+            1 / (programs * num_tiles),
             1,
             1,
             sum(blocks) / num_tiles,
+            1,
             1 - masked,
             masked / 2,
             masked / 2,
             1,
         ),
-        optional=(1,),
+        # all visits; first reads, begin; blocks of a visit, the read ahead; by what is seen; end
+        pattern="(L)(b)?(b)(b)(B)?(L)(b)?(B)(B)(B)(b)",
         large=80,
-        small_loop_times=block // page,
+        small_loop_times=math.ceil(block / page / key_block.UNROLL),
     )
 
 
@@ -164,8 +211,12 @@ def scatter_case(tokens: int, width: int, levels: int = 1) -> Case:
         donated_bytes=tokens * width * 2,
         hbm_bytes=(3 if add else 2) * tokens * width * 2,
         kernel="scatter_rows",
-        times=(tokens // tile,),
+        # all tiles; those with text among them, and those without
+        times=(tokens // tile, 0, 1),
+        pattern="(l)(b)?(b)?",
+        large=90,
         small_loop_times=tile // scatter.RUN,
+        inner_loop_times=0,  # rows that follow each other, as an image's do
     )
 
 
@@ -219,7 +270,8 @@ def grouped_case(tokens: int, heads: int, kv_heads: int) -> Case:
         args=(bf16(tokens, lanes), f32(tokens, C), f32(tokens, C)),
         hbm_bytes=2 * 2 * tokens * lanes + 2 * 4 * tokens * C,
         kernel="rotate_grouped",
-        times=(tokens // math.gcd(tokens, grouped.TILE) * kv_heads, 1),
+        times=(tokens // math.gcd(tokens, grouped.TILE) * kv_heads,),
+        pattern="(l)b?",
     )
 
 
@@ -238,7 +290,12 @@ def packed_case(patches: int, heads: int, channels: int, *, heads_first: bool) -
     )
 
 
-MIXED_PARTS = (decode_case(64, 28, 4, 128), kv_case(2048, 4, 128), extend_case(2048, 28, 4, 128))
+QWEN_7B, GEMMA_4B = Heads(28, 4), Heads(8, 4, 256, 256)
+MIXED_PARTS = (
+    decode_case(64, QWEN_7B, 128),
+    kv_case(2048, 4, 128),
+    extend_case(2048, QWEN_7B, 128),
+)
 """What a mixed step is made of; the plan of a step is made once for all layers."""
 
 
@@ -275,14 +332,17 @@ def mixed_args(tokens: int = 2048, heads: int = 28, kv_heads: int = 4) -> tuple[
 
 def cases() -> list[Case]:
     """What `make kernels` prints and the AOT tests compile."""
-    text = [(28, 4), (16, 2), (12, 2), (16, 8), (64, 8)]
+    qwen = [QWEN_7B, Heads(16, 2), Heads(12, 2), Heads(16, 8), Heads(64, 8)]
+    text = [*qwen, GEMMA_4B, LATENT]
     return [
-        *(decode_case(64, *heads, 128) for heads in text),
-        *(decode_case(64, 28, 4, page) for page in (16, 32, 256)),
-        decode_case(64, 7, 1, 128),
-        decode_case(256, 28, 4, 128),
-        *(extend_case(2048, *heads, 128) for heads in text),
-        extend_case(2048, 28, 4, 16),
+        *(decode_case(64, heads, 128) for heads in text),
+        *(decode_case(64, QWEN_7B, page) for page in (16, 32, 256)),
+        *(decode_case(64, heads, page) for heads in qwen[1:3] for page in (16, 32, 256)),
+        decode_case(64, Heads(7, 1), 128),
+        *(decode_case(256, heads, 128) for heads in qwen[:3]),
+        *(extend_case(2048, heads, 128) for heads in text),
+        extend_case(2048, QWEN_7B, 16),
+        extend_case(2048, GEMMA_4B, 128, both_ways=True),
         kv_case(2048, 4, 128),
         scatter_case(2048, 3584),
         scatter_case(2048, 1536),

@@ -2,9 +2,9 @@
 
     python -m tests.bench.kernel_table [--topology v5e:1x1 ...] [--only TEXT] [--markdown]
 
-Needs libtpu and no TPU. Each case compiles in a process of its own: the compiler's dump is chosen
-when libtpu loads, and an abort hits one case only. Branches that exclude each other are counted by
-their share where they are large; small ones count as taken, so the figures err upwards.
+Needs libtpu and no TPU. The cases of a topology compile in one process, as the place of the
+compiler's dump is chosen when libtpu loads. Branches that exclude each other are counted by their
+share where they are large; small ones count as taken, so the figures err upwards.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +44,28 @@ def main() -> None:
     parser.add_argument("--topology", action="append", help="default: v5e:1x1 and v6e:1x1")
     parser.add_argument("--only", default="", help="part of the names of the cases")
     parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return _worker(*args.worker)
     _print(_HEADER, markdown=args.markdown)
     if args.markdown:
         print("|" + "---|" * len(_HEADER))
-    topologies = args.topology or ["v5e:1x1", "v6e:1x1"]
-    for case in cases():
-        for topology in topologies:
-            if args.only in case.name:
-                _print(_row(case, topology), markdown=args.markdown)
-    for topology in topologies:
-        if args.only in MIXED:
-            print(_mixed_line(topology), flush=True)
+    chosen = {case.name: case for case in cases() if args.only in case.name}
+    names = [*chosen, *([MIXED] if args.only in MIXED else [])]
+    unread: list[str] = []
+    for topology in args.topology or ["v5e:1x1", "v6e:1x1"]:
+        chip = topology.partition(":")[0]
+        for name, facts, folder in _compiled(names, topology):
+            try:
+                if name == MIXED:
+                    print(_mixed_line(chip, facts, folder), flush=True)
+                else:
+                    _print(_cells(chosen[name], chip, facts, folder), markdown=args.markdown)
+            except ValueError as error:
+                unread.append(f"{name} on {chip}: {error}")
+    if unread:
+        sys.exit("\n".join(unread))
 
 
 def _print(row: tuple[str, ...], *, markdown: bool) -> None:
@@ -69,73 +77,80 @@ def _print(row: tuple[str, ...], *, markdown: bool) -> None:
     print(line, flush=True)
 
 
-def _worker(name: str, topology: str) -> None:
-    """Compile one case and print what the compiled module says, as JSON."""
+def _worker(topology: str, *names: str) -> None:
+    """Compile cases and print what each compiled module says, a line of JSON each.
+
+    The parent has taken the dump of one away before it lets the next begin.
+    """
+    import jax
+
     from tests import aot
 
     mesh = aot.mesh_of(topology)
-    if name == MIXED:
-        step, args, donate = kernel_cases.mixed_step, kernel_cases.mixed_args(), (2,)
-    else:
-        case = next(c for c in cases() if c.name == name)
-        step, args, donate = case.function, case.args, case.donate
-    hlo = aot.compile_for(mesh, step, args, donate=donate).as_text()
-    between = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', hlo)))
-    facts = {"copies": aot.copied_bytes(hlo), "between": between, **aot.chip_of(mesh)}
-    print(json.dumps(facts))
+    by_name = {case.name: case for case in cases()}
+    for name in names:
+        if name == MIXED:
+            step, args, donate = kernel_cases.mixed_step, kernel_cases.mixed_args(), (2,)
+        else:
+            case = by_name[name]
+            step, args, donate = case.function, case.args, case.donate
+        hlo = aot.compile_for(mesh, step, args, donate=donate).as_text()
+        between = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', hlo)))
+        facts = {"copies": aot.copied_bytes(hlo), "between": between, **aot.chip_of(mesh)}
+        print(json.dumps(facts), flush=True)
+        jax.clear_caches()  # 12/2 heads are padded to the shapes of 16/2, and would leave no dump
+        if not sys.stdin.readline():
+            return
 
 
-def _row(case: Case, topology: str) -> tuple[str, ...]:
-    with tempfile.TemporaryDirectory() as folder:
-        facts = _compile(case.name, topology, folder)
-        return _cells(case, topology.partition(":")[0], facts, Path(folder))
+def _compiled(names: Sequence[str], topology: str) -> Iterator[tuple[str, dict[str, Any], Path]]:
+    """Compile cases; with each name comes what the module says, and the folder of its schedules,
+    which is emptied for the next."""
+    with tempfile.TemporaryDirectory() as dump:
+        flags = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
+        flags += f" --xla_jf_dump_llo_pass_label_regex={_PASSES}"
+        command = [sys.executable, "-m", "tests.bench.kernel_table", "--worker", topology, *names]
+        with subprocess.Popen(
+            command,
+            env={**os.environ, "LIBTPU_INIT_ARGS": flags},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as worker:
+            assert worker.stdin is not None and worker.stdout is not None
+            for name in names:
+                line = worker.stdout.readline()
+                if not line:
+                    sys.exit(f"{name} on {topology}: the compiler ended")
+                yield name, json.loads(line), Path(dump)
+                for path in Path(dump).rglob("*.*"):
+                    path.unlink(missing_ok=True)
+                worker.stdin.write("\n")
+                worker.stdin.flush()
 
 
-def _mixed_line(topology: str) -> str:
-    chip = topology.partition(":")[0]
-    with tempfile.TemporaryDirectory() as folder:
-        facts = _compile(MIXED, topology, folder)
-        calls = {
-            part.kernel: _schedule(part, chip, facts, Path(folder))[1] * 1e6
-            for part in kernel_cases.MIXED_PARTS
-        }
+def _mixed_line(chip: str, facts: dict[str, Any], folder: Path) -> str:
+    calls = {
+        part.kernel: _schedule(part, chip, facts, folder)[1] * 1e6
+        for part in kernel_cases.MIXED_PARTS
+    }
     calls["XLA between them"] = facts["between"] / facts["clock"] * 1e6
     parts = ", ".join(f"{name} {us:.0f}" for name, us in calls.items())
     return f"{MIXED}, {chip}: {sum(calls.values()):.0f} us, of them {parts}"
-
-
-def _compile(name: str, topology: str, folder: str) -> dict[str, Any]:
-    """Compile a case in a process of its own, which leaves its schedules in the folder."""
-    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-    flags += f" --xla_jf_dump_llo_pass_label_regex={_PASSES}"
-    command = [sys.executable, "-m", "tests.bench.kernel_table", "--worker"]
-    done = subprocess.run(
-        [*command, name, topology],
-        env={**os.environ, "LIBTPU_INIT_ARGS": flags},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        sys.exit(f"{name} on {topology}: {done.stderr[-2000:]}")
-    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return facts
 
 
 def _schedule(case: Case, chip: str, facts: dict[str, Any], folder: Path) -> tuple[int, float]:
     """Bundles of a case's kernel, and seconds of its compute."""
     (program,) = folder.rglob(f"*-{case.kernel}*-final_bundles.txt")
     root = schedule.parse(program.read_text(), delay=6 if chip == "tpu7x" else 4)
-    try:
-        schedule.set_times(
-            root,
-            case.times,
-            large=case.large,
-            small_loop_times=case.small_loop_times,
-            optional=case.optional,
-        )
-    except ValueError as error:
-        sys.exit(f"{case.name} on {chip}: {error}")
+    schedule.set_times(
+        root,
+        case.times,
+        large=case.large,
+        small_loop_times=case.small_loop_times,
+        inner_loop_times=case.inner_loop_times,
+        pattern=case.pattern,
+    )
     return root.bundles, root.cycles(_MATMUL_CYCLES[chip]) / facts["clock"]
 
 

@@ -34,6 +34,11 @@ class Part:
     def bundles(self) -> int:
         return self.stop - self.start
 
+    @property
+    def letter(self) -> str:
+        """Of its kind, upper-case if it has matrix operations."""
+        return self.kind[0].upper() if self.total_matmuls() else self.kind[0]
+
     def listed(self, large: int) -> Iterator["Part"]:
         """Parts of so many bundles, in the order of the program, outer ones before inner ones.
 
@@ -106,26 +111,34 @@ def set_times(
     *,
     large: int,
     small_loop_times: float,
-    optional: Sequence[int] = (),
+    inner_loop_times: float = 1.0,
+    pattern: str = "",
 ) -> None:
     """Say how often each part runs: those of `large` bundles by `times`, other loops all alike.
 
     Args:
-        optional: Indices of counts whose part is below `large` on some chips, all or none of them.
+        small_loop_times: Of loops that are not among the parts.
+        inner_loop_times: Of those inside of such a loop.
+        pattern: Regular expression of the parts' letters, with a group of one letter for each
+            count; a part that is below `large` on some chips is optional. "": one part each.
 
     Raises:
-        ValueError: Another number of parts is listed; the message shows them.
+        ValueError: Other parts are listed; the message shows them.
     """
     parts = list(root.listed(large))
-    if len(parts) + len(optional) == len(times):
-        times = [value for index, value in enumerate(times) if index not in optional]
-    if len(parts) != len(times):
-        shown = ", ".join(f"{p.kind} {p.start}-{p.stop}" for p in parts)
-        raise ValueError(f"{len(times)} counts for {len(parts)} parts: {shown}")
+    letters = "".join(part.letter for part in parts)
+    match = re.fullmatch(pattern or "(.)" * len(times), letters)
+    if match is None:
+        shown = ", ".join(f"{p.letter} {p.start}-{p.stop}" for p in parts)
+        raise ValueError(f"{len(times)} counts, {pattern or 'one a part'}, for {shown}")
     for part in root.loops():
         part.times = small_loop_times
-    for part, value in zip(parts, times, strict=True):
-        part.times = value
+    for part in root.loops():
+        for inner in part.loops() if all(part is not listed for listed in parts) else ():
+            inner.times = inner_loop_times
+    for index, value in zip(map(match.start, range(1, len(times) + 1)), times, strict=True):
+        if index >= 0:
+            parts[index].times = value
 
 
 def _bundles(text: str) -> list[tuple[str, str]]:

@@ -1,14 +1,21 @@
 """Whole steps of published models, lowered for chips that are not there."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxmm.device.backend import Backend
+from jaxmm.device.backend import Backend, spread_kv_heads
 from jaxmm.device.lowering import Lowering
 from jaxmm.host.buckets import Buckets
-from jaxmm.models.config import ModelConfig, TextConfig, VisionConfig
+from jaxmm.models.config import (
+    LatentAttention,
+    ModelConfig,
+    SlidingWindow,
+    TextConfig,
+    VisionConfig,
+)
 from jaxmm.planner.compiler import describe_devices, mesh_of
 from jaxmm.sizes import Sizes
 
@@ -93,6 +100,99 @@ def qwen3_vl_8b(text_layers: int = 36, vision_layers: int = 27) -> ModelConfig:
     return dataclasses.replace(qwen2_5_vl_7b(), family="qwen3_vl", text=text, vision=vision)
 
 
+def siglip(depth: int, text: TextConfig, **form: Any) -> VisionConfig:
+    """SigLIP so400m/14, with rows for a decoder and the family's form of pictures."""
+    return VisionConfig(
+        depth=depth,
+        width=1152,
+        num_heads=16,
+        mlp_width=4304,
+        patch_size=14,
+        temporal_patch_size=1,
+        in_channels=3,
+        out_width=text.width,
+        window_patches=0,
+        full_attention_layers=(),
+        image_mean=(0.5, 0.5, 0.5),
+        image_std=(0.5, 0.5, 0.5),
+        **form,
+    )
+
+
+def gemma3_4b(text_layers: int = 34, vision_layers: int = 27) -> ModelConfig:
+    """Dimensions of Gemma 3 4B, with as many layers as asked for; the second sees all tokens if
+    there are fewer than six."""
+    whole = tuple(range(5, text_layers, 6)) or (1,)
+    text = TextConfig(
+        vocab_size=262208,
+        width=2560,
+        mlp_width=10240,
+        num_layers=text_layers,
+        num_heads=8,
+        num_kv_heads=4,
+        head_channels=256,
+        rms_eps=1e-6,
+        rope_theta=1e6,
+        rope_factor=8.0,
+        mrope_section=(128, 0, 0),
+        tied=True,
+        both_ways=True,
+        sliding=SlidingWindow(tokens=1024, whole_layers=whole, rope_theta=1e4),
+        score_divisor=256.0,
+    )
+    vision = siglip(vision_layers, text, merge_size=4, picture_side=64, pooled=True)
+    return dataclasses.replace(qwen2_5_vl_7b(), family="gemma3", text=text, vision=vision)
+
+
+def deepseek_vl2_tiny(text_layers: int = 12, vision_layers: int = 27) -> ModelConfig:
+    """Dimensions of DeepSeek-VL2 Tiny, with as many layers as asked for."""
+    text = TextConfig(
+        vocab_size=129280,
+        width=1280,
+        mlp_width=6848,
+        num_layers=text_layers,
+        num_heads=10,
+        num_kv_heads=10,
+        head_channels=128,
+        rms_eps=1e-6,
+        rope_theta=1e4,
+        mrope_section=(64, 0, 0),
+        tied=False,
+        num_experts=64,
+        experts_per_token=6,
+        expert_width=896,
+        dense_layers=(0,),
+        shared_width=2 * 896,
+        expert_shares=False,
+    )
+    return _deepseek_vl2(text, vision_layers)
+
+
+def deepseek_vl2_small(text_layers: int = 27, vision_layers: int = 27) -> ModelConfig:
+    """Dimensions of DeepSeek-VL2 Small, which keeps rows that are key and value at once."""
+    latent = LatentAttention(rank=512, nope_channels=128, rope_channels=64, value_channels=128)
+    text = dataclasses.replace(
+        deepseek_vl2_tiny().text,
+        vocab_size=102400,
+        width=2048,
+        mlp_width=10944,
+        num_layers=text_layers,
+        num_heads=16,
+        num_kv_heads=1,
+        head_channels=latent.row_channels,
+        mrope_section=(32, 0, 0),
+        expert_width=1408,
+        shared_width=2 * 1408,
+        latent=latent,
+    )
+    return _deepseek_vl2(text, vision_layers)
+
+
+def _deepseek_vl2(text: TextConfig, vision_layers: int) -> ModelConfig:
+    vision = siglip(vision_layers, text, merge_size=2, tile_side=27)
+    return dataclasses.replace(qwen2_5_vl_7b(), family="deepseek_vl_v2", text=text, vision=vision)
+
+
 SERVING = Sizes(
     page_size=128,
     num_pages=1024,
@@ -116,5 +216,7 @@ def lowering(
 ) -> tuple[Lowering, Mesh]:
     """The steps of a model in bfloat16 with the TPU kernels, split over so many chips."""
     mesh = mesh_of(describe_devices(topology), {"model": chips})
+    model = spread_kv_heads(model, chips)
+    sizes = dataclasses.replace(sizes, whole_items=model.text.both_ways)
     backend = Backend("pallas", mesh, split_encoder)
     return Lowering(model, sizes, jnp.bfloat16, backend), mesh

@@ -2,13 +2,15 @@
 
     python -m tests.bench.step_table [--topology v5e:2x2] [--chips 4] [STEP:SIZE ...]
     python -m tests.bench.step_table --model config.json --topology v5p:2x2x4 --chips 16 --layers 4
+    python -m tests.bench.step_table --case gemma3_4b --layers 2 language:2048
 
-Without a model, Qwen2.5-VL-7B with 1024 pages. Needs libtpu and no TPU. A language step of 28
-layers compiles for minutes.
+Without a model, a case of `step_cases`, Qwen2.5-VL-7B if none is named, with 1024 pages. Needs
+libtpu and no TPU. A language step of 28 layers compiles for minutes.
 """
 
 import argparse
 import time
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -16,15 +18,28 @@ from jax.sharding import Mesh
 from jaxmm.config import EngineConfig
 from jaxmm.device.backend import spread_kv_heads
 from jaxmm.device.lowering import Lowering
+from jaxmm.models.config import ModelConfig
 from jaxmm.planner.compiler import chip_bytes, compile_step
 from jaxmm.planner.depth import Depths, with_depths
 from jaxmm.planner.question import read_question
 from tests import aot
 from tests.bench import step_cases
 
+CASES: dict[str, Callable[[], ModelConfig]] = {
+    make.__name__: make
+    for make in (
+        step_cases.qwen2_5_vl_7b,
+        step_cases.qwen3_vl_8b,
+        step_cases.gemma3_4b,
+        step_cases.deepseek_vl2_tiny,
+        step_cases.deepseek_vl2_small,
+    )
+}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", default="qwen2_5_vl_7b", choices=CASES)
     parser.add_argument("--model", default="", help="config.json, or the directory it is in")
     parser.add_argument("--topology", default="v5e:2x2")
     parser.add_argument("--chips", type=int, default=4)
@@ -32,8 +47,7 @@ def main() -> None:
     parser.add_argument("--encoder-parallel", default="lanes", choices=("lanes", "model"))
     parser.add_argument("steps", nargs="*", default=["language:64", "language:2048", "encode:4096"])
     args = parser.parse_args()
-    split = args.encoder_parallel == "model"
-    lowered_by, mesh = _lowering(args.model, args.topology, args.chips, args.layers, split)
+    lowered_by, mesh = _lowering(args)
     pools = chip_bytes(lowered_by.kv_pages) / 2**30
     print(f"{args.chips} chips of {args.topology}; KV pools of {pools:.2f} GiB a chip", flush=True)
     for name in args.steps:
@@ -53,21 +67,20 @@ def main() -> None:
         )
 
 
-def _lowering(
-    path: str, topology: str, chips: int, layers: int, split: bool
-) -> tuple[Lowering, Mesh]:
-    if not path:
-        whole = step_cases.qwen2_5_vl_7b()
-        model = with_depths(whole, Depths(layers, layers)) if layers else whole
-        return step_cases.lowering(model, topology, chips, split_encoder=split)
-    config = EngineConfig(encoder_parallel="model" if split else "lanes")
-    question = read_question(path, topology, config)
-    model = spread_kv_heads(question.model, chips)
-    if layers:
-        model = with_depths(model, Depths(layers, layers))
-    backend = question.backend(chips)
+def _lowering(args: argparse.Namespace) -> tuple[Lowering, Mesh]:
+    split, depths = args.encoder_parallel == "model", Depths(args.layers, args.layers)
+    if not args.model:
+        whole = CASES[args.case]()
+        model = with_depths(whole, depths) if args.layers else whole
+        return step_cases.lowering(model, args.topology, args.chips, split_encoder=split)
+    config = EngineConfig(encoder_parallel=args.encoder_parallel)
+    question = read_question(args.model, args.topology, config)
+    model = spread_kv_heads(question.model, args.chips)
+    if args.layers:
+        model = with_depths(model, depths)
+    backend = question.backend(args.chips)
     assert backend.mesh is not None, "it always has one"
-    return Lowering(model, question.settle(chips), jnp.bfloat16, backend), backend.mesh
+    return Lowering(model, question.settle(args.chips), jnp.bfloat16, backend), backend.mesh
 
 
 if __name__ == "__main__":

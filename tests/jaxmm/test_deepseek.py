@@ -187,9 +187,8 @@ def test_a_picture_that_is_referred_to_by_grounding_tokens(on: Engine) -> None:
     assert not on.tokenizer.special_ids & {516, 517, 518, 519, 520}
 
 
-@pytest.mark.parametrize(("variant", "obstacles"), [("mha", 1), ("mla", 2)])
-def test_the_tpu_kernels_refuse_compressed_rows(variant: deepseek.Variant, obstacles: int) -> None:
-    config = read_config(deepseek.FOLDER / variant)
-    found = list(model_obstacles(config, np.float32))
-    assert len(found) == obstacles  # the width of 64 for both
-    assert any("(MLA)" in text for text in found) == (variant == "mla")
+@pytest.mark.parametrize("variant", ["mha", "mla"])
+def test_the_tpu_kernels_take_both_kinds_of_rows(variant: deepseek.Variant) -> None:
+    """All but the width of these checkpoints."""
+    [reason] = model_obstacles(read_config(deepseek.FOLDER / variant), np.float32)
+    assert "a text width of 64" in reason

@@ -1,14 +1,19 @@
 """The sizes of an engine: what is settled, what is refused, and what `jaxmm buckets` prints."""
 
+import math
 from typing import Any
 
 import pytest
 
 from jaxmm.config import EngineConfig, load_config
+from jaxmm.device.backend import Backend
+from jaxmm.device.kv import pool_shape
 from jaxmm.errors import ConfigError
 from jaxmm.host.buckets import Buckets
 from jaxmm.models import read_config
-from jaxmm.sizes import Sizes, describe, settle_sizes, weight_count
+from jaxmm.models.config import ModelConfig
+from jaxmm.sizes import Kernels, Sizes, describe, page_bytes, settle_sizes, weight_count
+from tests.bench import step_cases
 from tests.checkpoints import checkpoint
 
 
@@ -38,6 +43,21 @@ def test_pages_and_rows_follow_from_the_memory() -> None:
     taken = 4 * (weight_count(model) + 16384 * text.width)
     assert sizes.num_pages == min(131072 // 64, (int(0.6 * (1 << 30)) - taken) // page)
     assert settle(memory_fraction=0.05).num_pages == (int(0.05 * (1 << 30)) - taken) // page
+
+
+@pytest.mark.parametrize("kernels", ["portable", "pallas"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        read_config(checkpoint("qwen2_5_vl")),
+        step_cases.gemma3_4b(),
+        step_cases.deepseek_vl2_small(),
+    ],
+    ids=["narrow heads", "wide heads", "rows that are both"],
+)
+def test_a_page_is_counted_with_its_padding(model: ModelConfig, kernels: Kernels) -> None:
+    pool = math.prod(pool_shape(model.text, 1, 64, Backend(kernels)))
+    assert page_bytes(model, 64, 2, kernels) == model.text.num_layers * pool * 2
 
 
 @pytest.mark.parametrize(

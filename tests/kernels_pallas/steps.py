@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from kernels_pallas.ragged_paged_attention import layout
 
@@ -14,12 +12,12 @@ from kernels_pallas.ragged_paged_attention import layout
 class Step:
     """One step. `q_THC` has no padding lanes; what no sequence owns in the pool is NaN."""
 
-    q_THC: Array
-    new_TKJ: Array
-    pages_PKSJ: Array
-    start_B1: Array
-    length_B: Array
-    page_table_BQ: Array
+    q_THC: np.ndarray
+    new_TKJ: np.ndarray
+    pages_PKSJ: np.ndarray
+    start_B1: np.ndarray
+    length_B: np.ndarray
+    page_table_BQ: np.ndarray
     num_decode: int
     num_sequences: int
 
@@ -28,18 +26,28 @@ class Step:
         return int(self.start_B1[self.num_sequences])
 
     @property
-    def q_TX(self) -> Array:
+    def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What all kernels take of the sequences."""
+        return self.start_B1, self.length_B, self.page_table_BQ
+
+    @property
+    def new_TY(self) -> np.ndarray:
+        """KV rows as the kernels take them."""
+        return self.new_TKJ.reshape(len(self.new_TKJ), -1)
+
+    @property
+    def q_TX(self) -> np.ndarray:
         """Queries as the kernels take them."""
         T, H, C = self.q_THC.shape
         lanes = layout.query_lanes(C)
-        return jnp.pad(self.q_THC, ((0, 0), (0, 0), (0, lanes - C))).reshape(T, H * lanes)
+        return np.pad(self.q_THC, ((0, 0), (0, 0), (0, lanes - C))).reshape(T, H * lanes)
 
-    def outputs_THC(self, out_TX: Array) -> Array:
+    def outputs_THC(self, out_TX: np.ndarray) -> np.ndarray:
         """Drop the lanes around the outputs."""
         T, H, C = self.q_THC.shape
         lanes = layout.query_lanes(C)
         at = layout.value_lane(C) % lanes
-        return out_TX.reshape(T, H, lanes)[:, :, at : at + C].astype(jnp.float32)
+        return out_TX.reshape(T, H, lanes)[:, :, at : at + C].astype(np.float32)
 
 
 def random_step(
@@ -52,7 +60,7 @@ def random_step(
     page_size: int = 64,
     heads: tuple[int, int] = (4, 2),
     channels: int = 128,
-    dtype: Any = jnp.float32,
+    dtype: Any = np.float32,
     seed: int = 0,
 ) -> Step:
     """Make a step.
@@ -78,12 +86,12 @@ def random_step(
         page = table[b, slots // page_size]
         pages[page, :, slots % page_size] = _rows(rng, old[b], K, channels)
     return Step(
-        q_THC=jnp.asarray(0.4 * rng.normal(size=(num_tokens, H, channels)), dtype),
-        new_TKJ=jnp.asarray(_rows(rng, num_tokens, K, channels), dtype),
-        pages_PKSJ=jnp.asarray(pages, dtype),
-        start_B1=jnp.asarray(start),
-        length_B=jnp.asarray((old + new).astype(np.int32)),
-        page_table_BQ=jnp.asarray(table),
+        q_THC=(0.4 * rng.normal(size=(num_tokens, H, channels))).astype(dtype),
+        new_TKJ=_rows(rng, num_tokens, K, channels).astype(dtype),
+        pages_PKSJ=pages.astype(dtype),
+        start_B1=start,
+        length_B=(old + new).astype(np.int32),
+        page_table_BQ=table,
         num_decode=len(decodes),
         num_sequences=len(runs),
     )

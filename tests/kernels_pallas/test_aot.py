@@ -1,5 +1,6 @@
 """The kernels compile for every TPU generation, in place and without copies, alone and sharded."""
 
+import dataclasses
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from kernels_pallas.ragged_paged_attention import kernel as mixed
 from tests import aot
 from tests.bench import kernel_cases
-from tests.bench.kernel_cases import Case
+from tests.bench.kernel_cases import Case, Heads
 
 pytestmark = [
     pytest.mark.aot,
@@ -18,14 +19,17 @@ pytestmark = [
 ]
 
 SERVED = [
-    kernel_cases.decode_case(64, 28, 4, 128),
-    kernel_cases.decode_case(256, 16, 8, 16),
-    kernel_cases.extend_case(2048, 28, 4, 128),
+    kernel_cases.decode_case(64, kernel_cases.QWEN_7B, 128),
+    kernel_cases.decode_case(256, Heads(16, 8), 16),
+    kernel_cases.extend_case(2048, kernel_cases.QWEN_7B, 128),
+    kernel_cases.decode_case(64, kernel_cases.LATENT, 128),
+    kernel_cases.extend_case(1024, kernel_cases.GEMMA_4B, 128, both_ways=True),
+    kernel_cases.extend_case(1024, dataclasses.replace(kernel_cases.LATENT, queries=4), 128),
     kernel_cases.kv_case(2048, 4, 128),
     kernel_cases.scatter_case(2048, 3584),
     kernel_cases.scatter_case(2048, 1536, levels=4),
     kernel_cases.segment_case(4096, 1, 16, 80),
-    kernel_cases.segment_case(1024, 4, 16, 72),
+    kernel_cases.segment_case(768, 3, 16, 72),
     kernel_cases.window_case(4096, 16, 80),
     kernel_cases.grouped_case(2048, 28, 4),
     kernel_cases.packed_case(4096, 16, 80, heads_first=False),

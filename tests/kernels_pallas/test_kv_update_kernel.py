@@ -1,5 +1,8 @@
 """`kv_update` in the TPU interpreter, against one indexed write a token."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,23 +11,25 @@ from kernels_pallas.kv_update import kernel, kernel_reference
 from tests.kernels_pallas.interpreter import interpret
 from tests.kernels_pallas.steps import Step, random_step
 
+plan_updates = jax.jit(
+    kernel.plan_updates, static_argnames=("num_tokens", "page_size", "block_rows")
+)
+
 
 def check(step: Step, first: int, end: int, block_rows: int = kernel.BLOCK_ROWS) -> None:
     """Compare the whole pool after the write."""
-    T = step.q_THC.shape[0]
-    new_TY = step.new_TKJ.reshape(T, -1)
-    tables = (step.start_B1, step.length_B, step.page_table_BQ)
-    updates = kernel.plan_updates(
-        *tables,
-        jnp.int32(first),
-        jnp.int32(end),
-        num_tokens=T,
+    updates = plan_updates(
+        *step.tables,
+        np.int32(first),
+        np.int32(end),
+        num_tokens=len(step.q_THC),
         page_size=step.pages_PKSJ.shape[2],
         block_rows=block_rows,
     )
-    got = interpret(kernel.kv_update, new_TY, step.pages_PKSJ, updates, block_rows=block_rows)
-    wanted = kernel_reference.kv_update(new_TY, step.pages_PKSJ, *tables, first, end)
-    np.testing.assert_array_equal(got.astype(jnp.float32), wanted.astype(jnp.float32))
+    write = jax.jit(functools.partial(kernel.kv_update, block_rows=block_rows))
+    got = interpret(write, step.new_TY, step.pages_PKSJ, updates)
+    wanted = kernel_reference.kv_update(step.new_TY, step.pages_PKSJ, *step.tables, first, end)
+    np.testing.assert_array_equal(got.astype(np.float32), wanted.astype(np.float32))
 
 
 @pytest.mark.slow
@@ -48,9 +53,7 @@ def test_a_step_without_new_tokens_changes_nothing():
 def test_the_reference_writes_each_token_once():
     # Two tokens behind three old ones on pages of four slots: slot 3 of page 0, slot 0 of page 1.
     step = random_step([], [(3, 2)], num_tokens=2, page_size=4)
-    tables = (step.start_B1, step.length_B, step.page_table_BQ)
-    new_TY = step.new_TKJ.reshape(2, -1)
-    pages = kernel_reference.kv_update(new_TY, step.pages_PKSJ, *tables, 0, 1)
+    pages = kernel_reference.kv_update(step.new_TY, step.pages_PKSJ, *step.tables, 0, 1)
     first, second = step.page_table_BQ[0, :2]
     np.testing.assert_array_equal(pages[first, :, 3], step.new_TKJ[0])
     np.testing.assert_array_equal(pages[second, :, 0], step.new_TKJ[1])

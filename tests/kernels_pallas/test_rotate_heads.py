@@ -22,8 +22,8 @@ def tables(num: int, channels: int) -> tuple[np.ndarray, np.ndarray]:
 
 def test_reference_on_numbers_worked_out_by_hand() -> None:
     # a quarter turn: (1, 2) and (3, 4) are pairs (1, 3), (2, 4); (x, y) becomes (-y, x)
-    x = jnp.array([[[1.0, 2.0, 3.0, 4.0]]])
-    cos, sin = jnp.zeros((1, 4)), jnp.array([[-1.0, -1.0, 1.0, 1.0]])
+    x = np.array([[[1.0, 2.0, 3.0, 4.0]]])
+    cos, sin = np.zeros((1, 4)), np.array([[-1.0, -1.0, 1.0, 1.0]])
     assert rotate(x, cos, sin).ravel().tolist() == [-3.0, -4.0, 1.0, 2.0]
 
 
@@ -32,26 +32,26 @@ def test_reference_on_numbers_worked_out_by_hand() -> None:
 def test_grouped_heads(dtype: type, with_norms: bool) -> None:
     T, K, G, C = 48, 2, 3, 128
     rng = np.random.default_rng(1)
-    qkv = jnp.asarray(rng.normal(size=(T, K * (G + 2) * C)), dtype)
+    qkv = rng.normal(size=(T, K * (G + 2) * C)).astype(dtype)
     cos, sin = tables(T, C)
-    scales = [jnp.asarray(rng.uniform(0.5, 1.5, C), jnp.float32) for _ in range(2)]
+    scales = [rng.uniform(0.5, 1.5, C).astype(np.float32) for _ in range(2)]
     norms = Norms(*scales) if with_norms else None
     options = {"num_kv_heads": K, "scale": 0.3, "norms": norms, "eps": 1e-6}
     q, kv = interpret(rotate_grouped, qkv, cos, sin, **options)
-    heads = qkv.astype(jnp.float32).reshape(T, K, G + 2, C)
+    heads = qkv.astype(np.float32).reshape(T, K, G + 2, C)
 
-    def normed(x: jnp.ndarray, scale: jnp.ndarray) -> jnp.ndarray:
+    def normed(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
         if not with_norms:
             return x
-        return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
 
     wanted_q = rotate(normed(heads[:, :, :G], scales[0]).reshape(T, K * G, C), cos, sin) * 0.3
     wanted_k = rotate(normed(heads[:, :, G], scales[1]), cos, sin)
-    wanted_kv = jnp.stack([wanted_k, heads[:, :, G + 1]], axis=2)
+    wanted_kv = np.stack([wanted_k, heads[:, :, G + 1]], axis=2)
     tolerance = FLOAT32_TOLERANCE if dtype == jnp.float32 else BFLOAT16_TOLERANCE
     for got, wanted in ((q, wanted_q), (kv, wanted_kv)):
         np.testing.assert_allclose(
-            got.astype(jnp.float32), wanted.reshape(T, -1), atol=4 * tolerance, rtol=tolerance
+            got.astype(np.float32), wanted.reshape(T, -1), atol=4 * tolerance, rtol=tolerance
         )
 
 
@@ -62,7 +62,7 @@ def test_packed_heads(heads: int, channels: int, heads_first: bool) -> None:
     qkv = np.random.default_rng(2).normal(size=(N, 3 * heads * channels)).astype(np.float32)
     cos, sin = tables(N, channels)
     got = interpret(rotate_packed, qkv, cos, sin, scale=0.3, heads_first=heads_first)
-    q, k, v = jnp.asarray(qkv).reshape(N, 3, heads, channels).swapaxes(0, 1)
+    q, k, v = qkv.reshape(N, 3, heads, channels).swapaxes(0, 1)
     wanted = [rotate(q, cos, sin) * 0.3, rotate(k, cos, sin), v]
     assert len(got) == (3 if heads_first else 2)
     for x, y in zip(got, wanted, strict=False):

@@ -14,31 +14,36 @@ BFLOAT16_TOLERANCE = 2e-2
 """Weights and outputs are rounded to 8 bits; outputs are below 4."""
 
 
-def dense(q_HNC: jax.Array, k_HNC: jax.Array, v_HNC: jax.Array, id_N: jax.Array) -> jax.Array:
+plan_segments = jax.jit(kernel.plan_segments, static_argnames=("tile", "block"))
+attend = jax.jit(kernel.segment_attention, static_argnames=("tile", "block", "side_by_side"))
+attend_windows = jax.jit(windows.window_attention, static_argnames=("channels", "first_value_lane"))
+
+
+def dense(q_HNC: np.ndarray, k_HNC: np.ndarray, v_HNC: np.ndarray, id_N: np.ndarray) -> np.ndarray:
     """Softmax over the whole lane, hidden where segments differ; zeros for padding."""
-    q, k, v = (x.astype(jnp.float32) for x in (q_HNC, k_HNC, v_HNC))
+    q, k, v = (x.astype(np.float32) for x in (q_HNC, k_HNC, v_HNC))
     same_NN = (id_N[:, None] == id_N) & (id_N[:, None] >= 0)
-    score = jnp.where(same_NN, jnp.einsum("hnc,hmc->hnm", q, k) * q.shape[-1] ** -0.5, -jnp.inf)
-    weight = jnp.where(same_NN, jax.nn.softmax(score, axis=-1), 0.0)
-    return jnp.einsum("hnm,hmc->hnc", weight, v)
+    score = np.where(same_NN, np.einsum("hnc,hmc->hnm", q, k) * q.shape[-1] ** -0.5, -1e30)
+    weight = np.where(same_NN, np.exp(score - score.max(axis=-1, keepdims=True)), 0.0)
+    total = np.maximum(weight.sum(axis=-1, keepdims=True), 1e-30)
+    return np.einsum("hnm,hmc->hnc", weight / total, v)
 
 
-def heads(num: int, patches: int, channels: int, dtype: type = jnp.float32) -> list[jax.Array]:
+def heads(num: int, patches: int, channels: int, dtype: type = np.float32) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=(num, patches, channels)), dtype) for _ in range(3)]
+    return [rng.normal(size=(num, patches, channels)).astype(dtype) for _ in range(3)]
 
 
 def check_segments(
-    id_N: np.ndarray, *, channels: int = 16, block: int = 128, dtype: type = jnp.float32
+    id_N: np.ndarray, *, channels: int = 16, block: int = 128, dtype: type = np.float32
 ) -> None:
     q, k, v = heads(2, len(id_N), channels, dtype)
-    ids = jnp.asarray(id_N, jnp.int32)
-    plan = kernel.plan_segments(ids, tile=128, block=block)
-    scaled = (q.astype(jnp.float32) * kernel.query_scale(channels)).astype(dtype)
-    got = interpret(kernel.segment_attention, scaled, k, v, plan, tile=128, block=block)
-    tolerance = FLOAT32_TOLERANCE if dtype == jnp.float32 else BFLOAT16_TOLERANCE
-    wanted = dense(q, k, v, ids)
-    np.testing.assert_allclose(got.astype(jnp.float32), wanted, atol=tolerance, rtol=tolerance)
+    plan = plan_segments(id_N.astype(np.int32), tile=128, block=block)
+    scaled = (q.astype(np.float32) * kernel.query_scale(channels)).astype(dtype)
+    got = interpret(attend, scaled, k, v, plan, tile=128, block=block)
+    tolerance = FLOAT32_TOLERANCE if dtype == np.float32 else BFLOAT16_TOLERANCE
+    wanted = dense(q, k, v, id_N)
+    np.testing.assert_allclose(got.astype(np.float32), wanted, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("block", [128, 256])
@@ -53,7 +58,7 @@ def test_images_of_one_patch_and_over_several_blocks(block):
 def test_images_of_half_a_block_are_attended_to_at_once():
     # 60 and 50 patches, padding, then 128: each tile sees one half of the block, and no other
     id_N = np.concatenate([np.full(60, 0), np.full(50, 1), np.full(18, -1), np.full(128, 2)])
-    plan = kernel.plan_segments(jnp.asarray(id_N, jnp.int32), tile=128, block=256)
+    plan = plan_segments(id_N.astype(np.int32), tile=128, block=256)
     assert (int(plan.num_visits), plan.seen_V[:2].tolist()) == (2, [5, 6])
     check_segments(id_N, block=256)
 
@@ -74,38 +79,38 @@ def test_channels_of_the_encoders_in_bfloat16(channels):
 
 def test_outputs_side_by_side_are_those_of_heads_first():
     q, k, v = heads(8, 128, 80)
-    plan = kernel.plan_segments(jnp.repeat(jnp.arange(2), 64), tile=128, block=128)
     sizes = {"tile": 128, "block": 128}
-    first = interpret(kernel.segment_attention, q, k, v, plan, **sizes)
-    flat = interpret(kernel.segment_attention, q, k, v, plan, **sizes, side_by_side=True)
+    plan = plan_segments(np.repeat([0, 1], 64).astype(np.int32), **sizes)
+    first = interpret(attend, q, k, v, plan, **sizes)
+    flat = interpret(attend, q, k, v, plan, **sizes, side_by_side=True)
     np.testing.assert_array_equal(flat.reshape(128, 8, 80), first.swapaxes(0, 1))
 
 
 def test_window_values_may_stand_behind_queries_and_keys():
     q, k, v = (x.swapaxes(0, 1).reshape(128, -1) for x in heads(2, 128, 64))
-    ids, packed = jnp.zeros(128, jnp.int32), jnp.concatenate([q, k, v], axis=1)
-    apart = interpret(windows.window_attention, q, k, v, ids, channels=64)
+    ids, packed = np.zeros(128, np.int32), np.concatenate([q, k, v], axis=1)
+    apart = interpret(attend_windows, q, k, v, ids, channels=64)
     options = {"channels": 64, "first_value_lane": 256}
-    together = interpret(windows.window_attention, q, k, packed, ids, **options)
+    together = interpret(attend_windows, q, k, packed, ids, **options)
     np.testing.assert_array_equal(together, apart)
 
 
 def test_images_that_fill_blocks_are_visited_once_each_and_unmasked():
-    plan = kernel.plan_segments(jnp.repeat(jnp.arange(4), 128), tile=128, block=128)
+    plan = plan_segments(np.repeat(np.arange(4), 128), tile=128, block=128)
     assert plan.num_visits == 4
     np.testing.assert_array_equal(plan.tile_V[:4], plan.block_V[:4])
     np.testing.assert_array_equal(plan.seen_V[:4], 2)
 
 
 def test_a_lane_of_padding_has_one_empty_visit_a_tile():
-    plan = kernel.plan_segments(jnp.full(512, -1), tile=128, block=256)
+    plan = plan_segments(np.full(512, -1), tile=128, block=256)
     assert plan.num_visits == 4
     np.testing.assert_array_equal(plan.seen_V, 0)
 
 
 def test_sixteen_images_cost_about_a_sixteenth():
-    one = kernel.plan_segments(jnp.zeros(4096, jnp.int32), tile=256, block=512)
-    many = kernel.plan_segments(jnp.arange(4096) // 256, tile=256, block=512)
+    one = plan_segments(np.zeros(4096, np.int32), tile=256, block=512)
+    many = plan_segments(np.arange(4096) // 256, tile=256, block=512)
     assert one.num_visits == 128
     assert many.num_visits == 16
     assert set(many.seen_V.tolist()) == {5, 6}  # half of a block each, and no other visit
@@ -119,16 +124,14 @@ def test_ragged_windows_with_numbers_used_again(channels, dtype):
     runs = [[(0, 64)], [(0, 40), (1, 24)], [(5, 10), (0, 20), (-1, 34)], [(1, 7), (-1, 50), (0, 7)]]
     window_N = np.concatenate([np.full(size, w) for run in runs for w, size in run])
     q, k, v = heads(2, 256, channels, dtype)
-    scaled = (q.astype(jnp.float32) * kernel.query_scale(channels)).astype(dtype)
+    scaled = (q.astype(np.float32) * kernel.query_scale(channels)).astype(dtype)
     flat = [x.swapaxes(0, 1).reshape(256, -1) for x in (scaled, k, v)]
-    got = interpret(
-        windows.window_attention, *flat, jnp.asarray(window_N, jnp.int32), channels=channels
-    )
-    ids = jnp.where(window_N < 0, -1, np.arange(256) // 64 * 256 + window_N)
+    got = interpret(attend_windows, *flat, window_N.astype(np.int32), channels=channels)
+    ids = np.where(window_N < 0, -1, np.arange(256) // 64 * 256 + window_N)
     wanted = dense(q, k, v, ids).swapaxes(0, 1)
-    tolerance = FLOAT32_TOLERANCE if dtype == jnp.float32 else BFLOAT16_TOLERANCE
+    tolerance = FLOAT32_TOLERANCE if dtype == np.float32 else BFLOAT16_TOLERANCE
     real = window_N >= 0
-    got_NHC = got.reshape(wanted.shape).astype(jnp.float32)
+    got_NHC = got.reshape(wanted.shape).astype(np.float32)
     np.testing.assert_allclose(got_NHC[real], wanted[real], atol=tolerance, rtol=tolerance)
     assert np.isfinite(got_NHC).all()
 
