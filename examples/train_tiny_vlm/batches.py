@@ -20,7 +20,8 @@ from questions import EXTRA, SKILLS, Talk, Turn
 from samples import Sample, make_sample
 from scenes import Layout
 
-SKILL_INDEX = {name: i for i, name in enumerate((*SKILLS, EXTRA))}
+SKILL_NAMES = (*SKILLS, EXTRA)
+SKILL_INDEX = {name: i for i, name in enumerate(SKILL_NAMES)}
 SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 # What the training-only classifiers say of each vision row: (name, classes, weight). Class 0 is "nothing".
 AUX = (
@@ -385,7 +386,7 @@ def train_batch(rng: random.Random, encoder: Encoder, recipe: dict, errors) -> B
 
     samples, prompts = [], []
     for _ in range(size):
-        sample = make_sample(rng, layout, recipe["text_share"], recipe["mixed"])
+        sample = make_sample(rng, layout, recipe["text_share"], recipe["mixed"], recipe["hard"])
         most = 1 if question_first else recipe["talks"]
         talks = pick_talks(rng, sample, weight, most, recipe["words"])
         samples.append(sample)

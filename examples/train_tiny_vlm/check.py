@@ -11,6 +11,7 @@ import samples
 import scenes
 import tokenizer as tokenizer_file
 import torch
+from losses import net_logits
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 TOLERANCE = 2e-4  # float32 against float32, another order of sums
@@ -39,8 +40,6 @@ def compare(folder: Path, net, seed: int = 0) -> float:
 
 @torch.no_grad()
 def lean_logits(net, batch):
-    from train import net_logits
-
     return net_logits(net, batch)[0]
 
 

@@ -18,7 +18,7 @@ import torch
 from batches import SKILL_INDEX
 from questions import SKILLS
 from safetensors.torch import load_file
-from train import net_logits
+from losses import net_logits
 
 GROUP = 16  # cases of one layout that run together
 

@@ -107,7 +107,7 @@ def main() -> None:
     args = parser.parse_args()
     state, out = Path(args.state), Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in tokenizer_file.FILES:
         (out / name).write_bytes((state / "tokenizer" / name).read_bytes())
     saved = torch.load(state / "state.pt", weights_only=False)
     write(model_file.Model(), out, weights=saved["average"])

@@ -15,6 +15,7 @@ KINDS = {  # of a skill's patterns the first that is found in "question | answer
         "shape": "",
     },
     "count": {
+        "many": r"\| [56]$",
         "colour": f"many ({'|'.join(COLOURS)}) |objects are ({'|'.join(COLOURS)})",
         "all": "objects|shapes|things",
         "shape": "",

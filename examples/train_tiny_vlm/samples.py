@@ -24,13 +24,18 @@ class Sample:
 
 
 def make_sample(
-    rng: random.Random, layout: Layout, text_share: float = 0.45, mixed: float = 0.0
+    rng: random.Random,
+    layout: Layout,
+    text_share: float = 0.45,
+    mixed: float = 0.0,
+    hard: float = 0.0,
 ) -> Sample:
     """Draw the pictures of one sample and list every conversation about them.
 
     Args:
         text_share: Pictures with text in them.
         mixed: Pictures that show several kinds of things on purpose (training only).
+        hard: Of the others, pictures that show five or six objects or a long text on purpose (training only).
     """
     seed = rng.getrandbits(32)
     if layout.frames:
@@ -42,7 +47,7 @@ def make_sample(
     if len(layout.sizes) == 2 and rng.random() < 0.4:
         text_share = rng.choice((0.0, 0.0, 1.0))
     while True:
-        scenes = [make_scene(rng, size, text_share, mixed) for size in layout.sizes]
+        scenes = [make_scene(rng, size, text_share, mixed, hard) for size in layout.sizes]
         talks = one_talks(rng, scenes[0]) if len(scenes) == 1 else two_talks(rng, scenes)
         if talks:
             break

@@ -12,6 +12,7 @@ import samples
 import scenes
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+FILES = ("tokenizer.json", "tokenizer_config.json")
 SPECIALS = (
     "<|endoftext|>",
     "<|im_start|>",
