@@ -10,7 +10,6 @@ from pathlib import Path
 
 import batches
 import numpy as np
-import questions
 import tokenizer as tokenizer_file
 import torch
 from evaluate import table
@@ -18,6 +17,7 @@ from export import patches
 from PIL import Image
 from samples import Sample, as_turns, clip_case, content_cases, pair_case, png, test_sample
 from scenes import Layout
+from several import two_talks
 from tokenizer import dump
 
 PICTURES, PAIRS, CLIPS, SEED = 100, 12, 6, 20
@@ -52,9 +52,7 @@ def ask(reference, tokenizer, encoder, pictures, turns, frames: int = 0) -> str:
     )
     talk = [(t["question"], t["answer"], "extra") for t in turns]
     prompt = batches.build(Sample(pictures, [], []), layout, [talk], encoder, question_first=False)
-    start = (
-        prompt.labels[[n for n, l in enumerate(prompt.labels) if l[2] == len(talk) - 1][0]][0] + 1
-    )
+    start = 1 + next(at for at, _, turn in prompt.labels if turn == len(talk) - 1)
     ids, at = list(prompt.ids[:start]), [list(p) for p in prompt.at[:start]]
     t = max(1, frames // 2)
     if frames:
@@ -156,7 +154,7 @@ def write_content(folder: Path, answer) -> None:
         add([pixels[n]], [name], case)
     while len(cases) < PICTURES + PAIRS:
         a, b = rng.sample(range(PICTURES), 2)
-        if questions.two_talks(random.Random(0), [drawn[a]["scene"], drawn[b]["scene"]]):
+        if two_talks(random.Random(0), [drawn[a]["scene"], drawn[b]["scene"]]):
             case = pair_case(rng, drawn[a]["scene"], drawn[b]["scene"])
             add([pixels[a], pixels[b]], [f"{a:03d}.png", f"{b:03d}.png"], case)
     for n in range(CLIPS):

@@ -16,9 +16,9 @@ import numpy as np
 import scenes
 from draw import BACKGROUNDS, SHAPES
 from facts import CHARS, COLOUR_NAMES, NAME_FACTS, NUMBERS, ROW_FACTS
-from questions import EXTRA, SKILLS, Talk, Turn
 from samples import Sample, make_sample
 from scenes import Layout
+from skills import EXTRA, SKILLS, Talk, Turn
 
 SKILL_NAMES = (*SKILLS, EXTRA)
 SKILL_INDEX = {name: i for i, name in enumerate(SKILL_NAMES)}

@@ -16,9 +16,9 @@ import samples
 import tokenizer as tokenizer_file
 import torch
 from batches import SKILL_INDEX
-from questions import SKILLS
-from safetensors.torch import load_file
 from losses import net_logits
+from safetensors.torch import load_file
+from skills import SKILLS
 
 GROUP = 16  # cases of one layout that run together
 

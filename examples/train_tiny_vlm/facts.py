@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from draw import COLOURS, SHAPES, Scene, Thing
-from questions import Turn, plural
+from skills import Turn, plural
 
 CHARS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 COLOUR_NAMES = tuple(COLOURS)

@@ -4,7 +4,7 @@ import functools
 import re
 
 from draw import COLOURS
-from questions import Turn
+from skills import Turn
 
 KINDS = {  # of a skill's patterns the first that is found in "question | answer" names the kind
     "read": {"short": r"\| .{1,3}$", "middle": r"\| .{4,5}$", "long": ""},

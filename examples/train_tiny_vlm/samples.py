@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import draw
 import numpy as np
 from draw import Scene
-from questions import SKILLS, Talk, clip_talks, one_talks, two_talks, where_talks
+from questions import one_talks, where_talks
 from scenes import Layout, clip_scenes, drawn_size, make_scene, pick_layout
+from several import clip_talks, two_talks
+from skills import SKILLS, Talk
 
 
 @dataclass
