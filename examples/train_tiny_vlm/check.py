@@ -18,7 +18,9 @@ TOLERANCE = 2e-4  # float32 against float32, another order of sums
 
 
 def compare(folder: Path, net, seed: int = 0) -> float:
-    """Largest difference of the logits of the label positions over several layouts, published model against lean one."""
+    """Largest difference of the logits of the label positions over several layouts, published model
+    against lean one.
+    """
     reference = Qwen2_5_VLForConditionalGeneration.from_pretrained(
         folder, dtype=torch.float32
     ).eval()

@@ -1,4 +1,7 @@
-"""Write the trained model in the files of a published Qwen2.5-VL checkpoint: `python export.py --state DIR --out DIR`."""
+"""Write the trained model in the files of a published Qwen2.5-VL checkpoint.
+
+`python export.py --state DIR --out DIR`
+"""
 
 import argparse
 from pathlib import Path
@@ -91,7 +94,9 @@ def write(net, folder: Path, dtype=torch.bfloat16, weights: dict | None = None) 
 
 
 def patches(frames: np.ndarray) -> torch.Tensor:
-    """Published feature layout of uint8 frames [F, H, W, 3] (one frame is doubled): float32 [N, 1176]."""
+    """Published feature layout of uint8 frames [F, H, W, 3] (one frame is doubled): float32
+    [N, 1176].
+    """
     if len(frames) == 1:
         frames = np.repeat(frames, 2, axis=0)
     x = (torch.from_numpy(frames).float() / 255 - torch.tensor(MEAN)) / torch.tensor(STD)

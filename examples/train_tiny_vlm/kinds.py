@@ -1,4 +1,6 @@
-"""What a question asks, finer than its skill: training asks more of what is answered badly, a test shows it. Host only."""
+"""What a question asks, finer than its skill: training asks more of what is answered badly, a test
+shows it. Host only.
+"""
 
 import functools
 import re

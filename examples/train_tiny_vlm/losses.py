@@ -22,7 +22,9 @@ def net_logits(net, batch):
 
 
 def forward_loss(net, aux, batch, recipe, seeing: bool):
-    """Loss of one batch, for each answer whether greedy decoding would give it exactly, and what classifiers get right."""
+    """Loss of one batch, for each answer whether greedy decoding would give it exactly, and what
+    classifiers get right.
+    """
     t = torch.from_numpy
     logits, rows, hidden = net_logits(net, batch)
     labels, answer = t(batch.labels), t(batch.answer)
@@ -30,7 +32,7 @@ def forward_loss(net, aux, batch, recipe, seeing: bool):
     wrong = torch.zeros(len(batch.skills), dtype=torch.long).index_add_(
         0, answer, (logits.argmax(-1) != labels).long()
     )
-    # half by token, half by answer, so that one-token answers (counts, sides) count as much as long ones
+    # half by token, half by answer, so that short answers (counts, sides) count like long ones
     sizes = torch.bincount(answer, minlength=len(batch.skills)).float()
     loss = 0.5 * each.mean() + 0.5 * (each / sizes[answer]).sum() / len(batch.skills)
     told, right = aux.told(hidden, batch, recipe["placed"])
@@ -46,7 +48,8 @@ def talk_loss(net, aux, encoder, rng, recipe, tally, errors):
 
     Args:
         tally: What was right goes there, by skill, classifier and kind of question.
-        errors: Share of wrong answers of late by kind of question, which follows what the batch got wrong.
+        errors: Share of wrong answers of late by kind of question, which follows what the batch got
+            wrong.
     """
     batch = batches.train_batch(rng, encoder, recipe, errors)
     seeing = recipe["phase"] != "talks"

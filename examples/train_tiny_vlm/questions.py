@@ -1,6 +1,7 @@
 """The conversations about one picture: questions with their right answers. Host only.
 
-Each turn knows its skill. A scene gives all conversations that it can; training asks several of them, a test one.
+Each turn knows its skill. A scene gives all conversations that it can; training asks several of
+them, a test one.
 """
 
 from collections import Counter

@@ -26,7 +26,7 @@ RECIPE = {
     "talks": 5,  # conversations about the pictures of a sample
     "words": 80,  # in them
     "text": 130,  # tokens that they take
-    "easy": 0.05,  # weight of a question that is always answered; the share of wrong answers comes on top
+    "easy": 0.05,  # weight of a question that is always answered; its share of errors comes on top
     "extra": 0.3,  # weight of questions that no test asks
     "aux": 2.0,  # weights of what vision rows and hidden states are told
     "facts": 2.0,

@@ -1,6 +1,7 @@
 """Samples: pictures with the conversations about them, for training and for tests. Host only.
 
-Training asks many conversations about the same pictures; a test asks one. `content_cases` gives test cases by seed.
+Training asks many conversations about the same pictures; a test asks one. `content_cases` gives
+test cases by seed.
 """
 
 import io
@@ -37,7 +38,8 @@ def make_sample(
     Args:
         text_share: Pictures with text in them.
         mixed: Pictures that show several kinds of things on purpose (training only).
-        hard: Of the others, pictures that show five or six objects or a long text on purpose (training only).
+        hard: Of the others, pictures that show five or six objects or a long text on purpose
+            (training only).
     """
     seed = rng.getrandbits(32)
     if layout.frames:
@@ -79,8 +81,8 @@ def content_cases(count: int, seed: int = 1, largest_bytes: int = 24_000) -> lis
     """Test cases about one picture each, the same for the same seed.
 
     Returns:
-        skill; png (bytes, at most `largest_bytes`: noise packs badly); turns, the last of which holds the question;
-        scene, for questions on pairs of pictures.
+        skill; png (bytes, at most `largest_bytes`: noise packs badly); turns, the last of which
+        holds the question; scene, for questions on pairs of pictures.
     """
     skills = [s for s in SKILLS if s not in ("two_pictures", "motion")]
     cases, attempt = [], seed * 1_000_003

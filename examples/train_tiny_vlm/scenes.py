@@ -1,4 +1,6 @@
-"""What pictures and clips show, drawn by chance: layouts (picture sizes), texts, objects and their places. Host only."""
+"""What pictures and clips show, drawn by chance: layouts (picture sizes), texts, objects and their
+places. Host only.
+"""
 
 import random
 from dataclasses import dataclass
@@ -25,14 +27,16 @@ STAR STATION STONE STOP STREET SUGAR SUMMER SUN SUNDAY SWIM TABLE TAXI TEA TEN T
 TICKET TIGER TIME TOWER TOWN TRAIN TREE TUNNEL TWO UNCLE VALLEY VIOLET VIOLIN VISIT VOICE WALK
 WALL WATCH WATER WAVE WEST WHEEL WHITE WIND WINDOW WINTER WOLF WOOD WORLD YACHT YARD YELLOW YES
 ZEBRA ZERO ZONE ZOO
-""".split()
+""".split()  # noqa: SIM905, a literal would take 270 lines
 LETTERS, DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789"
 CODE = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"  # where nothing else tells O from 0 and I from 1
 
 
 @dataclass
 class Layout:
-    """Sizes of the pictures of a batch in pixels (width, height), multiples of 28; `frames` > 0 for a clip."""
+    """Sizes of the pictures of a batch in pixels (width, height), multiples of 28; `frames` > 0 for
+    a clip.
+    """
 
     sizes: tuple[tuple[int, int], ...]
     frames: int = 0
@@ -115,7 +119,8 @@ def hard_text(rng: random.Random, longest: int) -> str:
 def text_scene(
     rng: random.Random, width: int, height: int, shared: float = 0.25, pick=pick_text
 ) -> Scene:
-    """A line of text; where the picture is high enough, for a share of them with an object above or below.
+    """A line of text; where the picture is high enough, for a share of them with an object above or
+    below.
 
     Args:
         pick: Gives a text from the generator and the number of characters that fit.
@@ -251,7 +256,9 @@ def place_name(scene: Scene, thing: Thing) -> str | None:
 
 
 def things_scene(rng: random.Random, width: int, height: int, many: bool = False) -> Scene:
-    """One object at a named place, one kind several times, or a mixture; with `many` five or six, as far as they fit."""
+    """One object at a named place, one kind several times, or a mixture; with `many` five or six,
+    as far as they fit.
+    """
     scene = Scene(width, height, draw.pick_background(rng))
     kind = rng.random()
     if kind < 0.25 and not many:
@@ -297,7 +304,9 @@ def make_scene(
     mixed: float = 0.0,
     hard: float = 0.0,
 ) -> Scene:
-    """A picture with text for `text_share` of them, else of objects; the rest as in `samples.make_sample`."""
+    """A picture with text for `text_share` of them, else of objects; the rest as in
+    `samples.make_sample`.
+    """
     width, height = drawn_size(rng, size)
     with_text = rng.random() < text_share
     if mixed and rng.random() < mixed:

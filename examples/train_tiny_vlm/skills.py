@@ -1,4 +1,6 @@
-"""Skills, and what a question is: its words, the right answer, the skill that it asks. Host only."""
+"""Skills, and what a question is: its words, the right answer, the skill that it asks. Host
+only.
+"""
 
 SKILLS = (
     "read",

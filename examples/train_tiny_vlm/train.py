@@ -1,10 +1,13 @@
-"""Train the small model: `python train.py --state DIR --recipe FILE`. Seeded, resumable, progress in DIR/log.txt.
+"""Train the small model: `python train.py --state DIR --recipe FILE`.
+
+Seeded, resumable, progress in DIR/log.txt.
 
 Two processes of one thread each work on the same weights in shared memory, each at its own pace
 with its own momentum and with no lock (Hogwild, arXiv 1106.5730): neither waits for the other where
-the machine is shared. So two runs of one seed differ a little; one process (`--processes 1`) repeats
-exactly. Matrices are moved by Muon (orthogonalised momentum), everything else by Adam; a classifier
-of each vision row, used in training only, gives the encoder a dense signal from the first step.
+the machine is shared. So two runs of one seed differ a little; one process (`--processes 1`)
+repeats exactly. Matrices are moved by Muon (orthogonalised momentum), everything else by Adam; a
+classifier of each vision row, used in training only, gives the encoder a dense signal from the
+first step.
 """
 
 import argparse
@@ -38,10 +41,14 @@ PHASES = {  # what is trained
 
 
 class Worker:
-    """One of the processes that train the same weights; the first also averages, saves and reports."""
+    """One of the processes that train the same weights; the first also averages, saves and
+    reports.
+    """
 
     def __init__(self, rank: int, args, recipe: dict, net, aux, shared, errors):
-        """`shared` holds the steps and samples done by all, and whether to stop; `errors` as in `train_batch`."""
+        """`shared` holds the steps and samples done by all, and whether to stop; `errors` as in
+        `train_batch`.
+        """
         self.rank, self.args, self.recipe = rank, args, recipe
         self.net, self.aux, self.shared, self.errors = net, aux, shared, errors
         self.state = Path(args.state)
@@ -64,7 +71,9 @@ class Worker:
         self.load()
 
     def load(self) -> None:
-        """Go on from the moments and the average of a saved state; moments of another phase are of other weights."""
+        """Go on from the moments and the average of a saved state; moments of another phase are of
+        other weights.
+        """
         if not (self.state / "state.pt").exists():
             return
         saved = torch.load(self.state / "state.pt", weights_only=False)
@@ -186,7 +195,8 @@ def summary(tally) -> str:
         names = [key for key in sorted(tally) if key.startswith(prefix)]
         return " ".join(f"{n.removeprefix(prefix)}={100 * mean(tally[n]):.0f}" for n in names)
 
-    return f"loss={mean(tally['loss']):.3f} | {shares('skill ')} | {shares('aux ')} | {shares('kind ')}"
+    parts = (f"loss={mean(tally['loss']):.3f}", *map(shares, ("skill ", "aux ", "kind ")))
+    return " | ".join(parts)
 
 
 def mean(values: list) -> float:
@@ -208,7 +218,9 @@ def write_tokenizer(folder: Path, exported: str | None) -> None:
 
 
 def hold(lock) -> None:
-    """Lock an open file for as long as it is open: two runs would overwrite each other's weights."""
+    """Lock an open file for as long as it is open: two runs would overwrite each other's
+    weights.
+    """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -222,7 +234,7 @@ def main() -> None:
         "--from",
         dest="weights",
         metavar="DIR",
-        help="folder written by export.py whose weights a new state starts from; train the heads first",
+        help="folder of export.py whose weights a new state starts from; train the heads first",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
