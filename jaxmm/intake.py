@@ -23,6 +23,7 @@ from jaxmm.host.identity import parse_caller_hashes
 from jaxmm.host.item import Item, Modality, Prompt
 from jaxmm.host.limits import check_fits
 from jaxmm.host.messages import read_text
+from jaxmm.host.placeholders import fold_expanded
 from jaxmm.host.prepare import PreparedClip
 from jaxmm.host.pruning import check_rate, clip_of
 from jaxmm.host.scoring import Scores, Scoring
@@ -265,6 +266,7 @@ class Intake:
             raise RequestError("give exactly one of messages, text and token_ids")
         read_text("salt", request.salt)
         parts, tokenizer = self._parts, self._parts.tokenizer
+        expanded = None
         if request.messages is not None:
             ids, slots = tokenizer.encode_chat(request.messages, request.tools)
         elif request.text is not None:
@@ -272,9 +274,14 @@ class Intake:
         else:
             ids = parts.check_ids(request.token_ids or ())
             slots = np.flatnonzero(np.isin(ids, parts.placeholder_ids))
+            if len(slots) > len(request.images) + len(request.videos) and parts.markers:
+                expanded = ids
+                ids, slots = fold_expanded(ids, *parts.markers, *parts.placeholder_ids)
         is_video = ids[slots] == parts.model.video_token_id
         _check_places(request, is_video)
         prompt = parts.preparer.prompt_of(ids, slots, self._media(entry, is_video))
+        if expanded is not None:
+            _check_expanded(expanded, prompt)
         for item in prompt.items:  # refused here, before the loop could meet it
             if item.embeddings is None:
                 parts.sizes.buckets.lane_patches(parts.packed_patches(item))
@@ -391,6 +398,15 @@ def _check_places(request: Request, is_video: npt.NDArray[np.bool_]) -> None:
     ):
         if places != sent:
             raise RequestError(f"the prompt has places for {places} {noun} and {sent} were sent")
+
+
+def _check_expanded(given: npt.NDArray[np.int64], prompt: Prompt) -> None:
+    """Refuse ids that were expanded by another rule than the model's, or for other media."""
+    if not np.array_equal(given, prompt.ids):
+        raise RequestError(
+            f"token_ids are {len(given)} expanded tokens; with the images and videos that were "
+            f"sent they are {prompt.num_tokens}, or others. Send one placeholder for each instead"
+        )
 
 
 def _split_hashes(
