@@ -19,15 +19,16 @@ from jaxmm.answer import Answer, OnEvent, tell
 from jaxmm.cost import Cost, estimate
 from jaxmm.errors import EngineStopped, JaxmmError, Overloaded, RequestError
 from jaxmm.host.decodes import Gone
-from jaxmm.host.identity import parse_caller_hashes
 from jaxmm.host.item import Item, Modality, Prompt
 from jaxmm.host.limits import check_fits
 from jaxmm.host.messages import read_text
+from jaxmm.host.placeholders import fold_expanded
 from jaxmm.host.prepare import PreparedClip
 from jaxmm.host.pruning import check_rate, clip_of
 from jaxmm.host.scoring import Scores, Scoring
 from jaxmm.host.sequence import Sequence
 from jaxmm.loop import Loop
+from jaxmm.places import check_expanded, check_places, split_hashes
 from jaxmm.pruner import PrunedVideos, Pruner
 from jaxmm.request import Request
 from jaxmm.start import Parts
@@ -265,6 +266,7 @@ class Intake:
             raise RequestError("give exactly one of messages, text and token_ids")
         read_text("salt", request.salt)
         parts, tokenizer = self._parts, self._parts.tokenizer
+        expanded = None
         if request.messages is not None:
             ids, slots = tokenizer.encode_chat(request.messages, request.tools)
         elif request.text is not None:
@@ -272,9 +274,14 @@ class Intake:
         else:
             ids = parts.check_ids(request.token_ids or ())
             slots = np.flatnonzero(np.isin(ids, parts.placeholder_ids))
+            if len(slots) > len(request.images) + len(request.videos) and parts.markers:
+                expanded = ids
+                ids, slots = fold_expanded(ids, *parts.markers, *parts.placeholder_ids)
         is_video = ids[slots] == parts.model.video_token_id
-        _check_places(request, is_video)
+        check_places(request, is_video)
         prompt = parts.preparer.prompt_of(ids, slots, self._media(entry, is_video))
+        if expanded is not None:
+            check_expanded(expanded, prompt)
         for item in prompt.items:  # refused here, before the loop could meet it
             if item.embeddings is None:
                 parts.sizes.buckets.lane_patches(parts.packed_patches(item))
@@ -284,7 +291,7 @@ class Intake:
         """A request's images and videos in the order of their places."""
         request, preparer = entry.request, self._parts.preparer
         preparer.check_count(len(is_video), "images and videos" if is_video.any() else "images")
-        hashes = _split_hashes(request.mm_hashes, is_video)
+        hashes = split_hashes(request.mm_hashes, is_video)
         common: dict[str, Any] = {
             "max_pixels": request.max_pixels,
             "salt": request.salt,
@@ -380,28 +387,6 @@ class Intake:
             salt=request.salt,
             gone=gone,
         )
-
-
-def _check_places(request: Request, is_video: npt.NDArray[np.bool_]) -> None:
-    """Refuse a prompt that has not one place for each image and each video."""
-    num_videos = int(is_video.sum())
-    for noun, places, sent in (
-        ("images", len(is_video) - num_videos, len(request.images)),
-        ("videos", num_videos, len(request.videos)),
-    ):
-        if places != sent:
-            raise RequestError(f"the prompt has places for {places} {noun} and {sent} were sent")
-
-
-def _split_hashes(
-    mm_hashes: Tokens[str] | None, is_video: npt.NDArray[np.bool_]
-) -> tuple[list[str] | None, list[str] | None]:
-    """Those of images and those of videos; a list of a wrong length is ignored whole."""
-    if mm_hashes is None or isinstance(mm_hashes, str) or len(mm_hashes) != len(is_video):
-        parse_caller_hashes(mm_hashes, len(is_video))  # says so in the log
-        return None, None
-    pairs = list(zip(mm_hashes, is_video.tolist(), strict=True))
-    return [h for h, video in pairs if not video], [h for h, video in pairs if video]
 
 
 def _settle(future: Future[Cost], outcome: Cost | JaxmmError) -> None:

@@ -103,6 +103,12 @@ class Parts:
         """Patches that an item takes in an encode lane."""
         return lane_patches(item.grid_thw, self.model.vision)
 
+    @property
+    def markers(self) -> tuple[int, int] | None:
+        """Tokens before and behind an item; None for a family that has none."""
+        pair = self.model.vision_start_token_id, self.model.vision_end_token_id
+        return pair if min(pair) >= 0 else None
+
     def check_ids(self, token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         """Prompt ids given by a caller, int64[T0].
 
