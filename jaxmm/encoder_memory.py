@@ -33,7 +33,8 @@ def patch_bytes(model: ModelConfig, itemsize: int, num_chips: int = 1) -> int:
     heads = vision.num_heads * round_up(vision.head_channels, _REGISTER_LANES)
     attention = 3 * vision.width + 3 * heads
     mlp = 3 * round_up(vision.mlp_width, _REGISTER_LANES)
-    return itemsize * (2 * vision.width + max(attention, mlp) // num_chips)
+    levels = model.text.deepstack_levels * vision.out_width // vision.merged_patches
+    return itemsize * (2 * vision.width + levels + max(attention, mlp) // num_chips)
 
 
 def fit_pictures(

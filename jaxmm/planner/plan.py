@@ -13,7 +13,7 @@ from jaxmm.device.executables import Key
 from jaxmm.device.lowering import Lowering
 from jaxmm.errors import ConfigError
 from jaxmm.models.config import ModelConfig
-from jaxmm.models.lane_forms import lane_patches
+from jaxmm.models.lane_forms import lane_patches, lane_rows
 from jaxmm.models.loading import param_shapes
 from jaxmm.planner.compiler import CompiledStep, chip_bytes, compile_step
 from jaxmm.planner.depth import Depths, StepFigures, extended, shallow_depths, with_depths
@@ -159,7 +159,9 @@ def _compiled_plan(
             lane,
             itemsize,
             num_chips=encoder_chips,
-            links=links(keys[2]) / (1 if backend.split_encoder else 2),
+            links=links(keys[2])
+            if backend.split_encoder
+            else sums_floor(chip, num_chips, 1, _row_bytes(model, sizes, itemsize)) / 2,
         ),
     )
     where = "all chips" if backend.split_encoder else "each chip"
@@ -246,6 +248,12 @@ def _memory(whole: Lowering, figures: dict[Key, StepFigures], question: Question
         layout=layout,
         temporaries=max(f.temporary_bytes for f in figures.values()),
     )
+
+
+def _row_bytes(model: ModelConfig, sizes: Sizes, itemsize: int) -> int:
+    """Of the rows of all lanes; the compiled step gathers them a piece at a time."""
+    rows = lane_rows(sizes.buckets.patches[-1], model.vision) * sizes.num_lanes
+    return rows * model.text.row_width * itemsize
 
 
 def _room(sizes: Sizes, length: int) -> Requests:

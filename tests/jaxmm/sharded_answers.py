@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxmm.config import EngineConfig, load_config
+from jaxmm.device import steps
 from jaxmm.engine import Engine
 from jaxmm.request import Result
 from tests.checkpoints import Family, checkpoint
@@ -168,6 +169,7 @@ def report(on: Engine) -> dict[str, Any]:
 
 def main() -> None:
     """Of each line of the input: `brief` or `whole`, a family, and layouts as `make` takes them."""
+    steps.MAX_GATHERED_ROWS = 256  # four lanes of 128 rows: two pieces
     for line in sys.stdin:
         kind, family, *layouts = line.split()
         for layout in layouts:
