@@ -166,13 +166,15 @@ def extend_case(tokens: int, heads: Heads, page: int, *, both_ways: bool = False
             1,
             sum(blocks) / num_tiles,
             1,
+            0,
             1 - masked,
             masked / 2,
             masked / 2,
             1,
         ),
-        # all visits; first reads, begin; blocks of a visit, the read ahead; by what is seen; end
-        pattern="(L)(b)?(b)(b)(B)?(L)(b)?(B)(B)(B)(b)",
+        # all visits; first reads, begin; blocks of a visit; the read ahead, what is behind the last
+        # key; by what is seen; end
+        pattern="(L)(b)?(b)(b)(B)?(L)(b)?(b)?(B)(B)(B)(b)",
         large=80,
         small_loop_times=math.ceil(block / page / key_block.UNROLL),
     )
@@ -192,6 +194,7 @@ def kv_case(tokens: int, kv_heads: int, page: int) -> Case:
         hbm_bytes=2 * 2 * tokens * kv_heads * row_lanes(C),
         kernel="kv_update",
         times=(tokens // rows + 1,),
+        pattern="b*(l)b*",
     )
 
 

@@ -24,6 +24,7 @@ SERVED = [
     kernel_cases.extend_case(2048, kernel_cases.QWEN_7B, 128),
     kernel_cases.decode_case(64, kernel_cases.LATENT, 128),
     kernel_cases.extend_case(1024, kernel_cases.GEMMA_4B, 128, both_ways=True),
+    kernel_cases.extend_case(96, kernel_cases.GEMMA_4B, 16, both_ways=True),  # tiles of 32
     kernel_cases.extend_case(1024, dataclasses.replace(kernel_cases.LATENT, queries=4), 128),
     kernel_cases.kv_case(2048, 4, 128),
     kernel_cases.scatter_case(2048, 3584),

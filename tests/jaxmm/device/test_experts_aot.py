@@ -45,3 +45,6 @@ def test_one_sum_and_no_weight_moves() -> None:
     assert memory.argument_size_in_bytes == own  # no lane of padding
     # each pair of token and expert has a row as wide as the token, in float32, a few times over
     assert memory.temp_size_in_bytes < 6 * TOKENS * PER_TOKEN * WIDTH * 4
+    # each row through one expert, not through all eight of the chip
+    rows = 2 * TOKENS * PER_TOKEN * 3 * WIDTH * INNER
+    assert rows <= compiled.cost_analysis()["flops"] < 1.1 * rows
