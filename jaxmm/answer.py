@@ -42,6 +42,8 @@ class Answer:
     """Ids that end a completion of this request."""
     gone: Gone
     """Done when the request is aborted."""
+    home: int | None = None
+    """The replica that serves it, where that is settled: it has scored its videos."""
     num_open: int = field(init=False)
     """Completions that are not finished."""
 

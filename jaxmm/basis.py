@@ -15,13 +15,16 @@ from jaxmm.config import EngineConfig
 from jaxmm.device.backend import Backend, check_sizes, settle_backends, spread_kv_heads
 from jaxmm.device.executables import source_digest
 from jaxmm.device.scratch import keep_scratch_memory, share_heap
+from jaxmm.encoder_memory import fit_pictures
 from jaxmm.errors import ModelError
 from jaxmm.host.identity import check_vocabulary
 from jaxmm.models import family_module, has_module, read_config
 from jaxmm.models.auto_processor import AutoImageProcessor
 from jaxmm.models.config import ModelConfig
+from jaxmm.models.converted import converted_digest, is_converted
 from jaxmm.models.lane_forms import lane_patches
 from jaxmm.models.remote import fetch_small_files, is_remote
+from jaxmm.models.tensor_files import sample_digest
 from jaxmm.pod.join import join, least
 from jaxmm.sizes import CPU_MAX_PIXELS, Sizes, describe, host_memory_bytes, settle_sizes
 
@@ -49,9 +52,9 @@ class Basis:
     @property
     def fingerprint(self) -> str:
         """Equal where the same steps are run on the same weights."""
-        files = sorted((p.name, p.stat().st_size) for p in self.directory.glob("*.safetensors"))
-        dtype, source = np.dtype(self.dtype), source_digest()
-        return f"{self.model}|{self.sizes}|{dtype}|{self.backends}|{source}|{files}"
+        tell = converted_digest if is_converted(self.directory) else sample_digest
+        weights, dtype, source = tell(self.directory), np.dtype(self.dtype), source_digest()
+        return f"{self.model}|{self.sizes}|{dtype}|{self.backends}|{source}|{weights}"
 
 
 def settle_basis(config: EngineConfig) -> Basis:
@@ -69,9 +72,8 @@ def settle_basis(config: EngineConfig) -> Basis:
     check_vocabulary(model.text.vocab_size)
     dtype = _dtype(config)
     processor = _processor(config, model, directory)
-    backends = settle_backends(
-        config.kernels, config.tensor_parallel, config.data_parallel, model, dtype
-    )
+    backends = _backends(config, model)
+    processor = _fitting(config, model, processor, backends[0])
     model = spread_kv_heads(model, backends[0].num_shards)
     return Basis(
         directory=directory,
@@ -92,11 +94,21 @@ def describe_buckets(config: EngineConfig) -> str:
     def packed(width: int, height: int) -> int:
         return lane_patches(processor.grid(height, width), model.vision)
 
-    backends = settle_backends(
-        config.kernels, config.tensor_parallel, config.data_parallel, model, _dtype(config)
-    )
+    backends = _backends(config, model)
+    processor = _fitting(config, model, processor, backends[0])
     spread = spread_kv_heads(model, backends[0].num_shards)
     return describe(_sizes(config, spread, processor, backends), packed)
+
+
+def _backends(config: EngineConfig, model: ModelConfig) -> tuple[Backend, ...]:
+    return settle_backends(
+        config.kernels,
+        config.tensor_parallel,
+        config.data_parallel,
+        model,
+        _dtype(config),
+        config.encoder_parallel,
+    )
 
 
 def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
@@ -108,6 +120,27 @@ def _processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any
     return dataclasses.replace(
         processor, max_pixels=max_pixels, min_pixels=min(processor.min_pixels, max_pixels)
     )
+
+
+def _fitting(config: EngineConfig, model: ModelConfig, processor: Any, backend: Backend) -> Any:
+    """The processor with pictures that a chip has room for; a CPU's limit is `_processor`'s."""
+    if jax.default_backend() == "cpu":
+        return processor
+    fitting = fit_pictures(
+        config,
+        model,
+        processor,
+        memory_bytes=device_memory_bytes(),
+        itemsize=np.dtype(_dtype(config)).itemsize,
+        encoder_chips=backend.num_shards // backend.num_lanes,
+    )
+    if fitting != processor:
+        logger.warning(
+            "pictures above %d pixels are made smaller, the model's limit is %d: a chip has no "
+            "room to encode larger ones; lower memory_fraction, or set encoder_parallel to model",
+            fitting.max_pixels, processor.max_pixels,
+        )  # fmt: skip
+    return fitting
 
 
 def load_processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:
@@ -170,6 +203,7 @@ def _sizes(
         itemsize=dtype.itemsize,
         kernels=backend.kernels,
         num_chips=backend.num_shards,
+        split_encoder=backend.split_encoder,
     )
     check_sizes(backend, sizes.page_size, sizes.max_running, sizes.num_table_pages, dtype)
     return sizes

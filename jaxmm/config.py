@@ -217,7 +217,7 @@ class SessionConfig:
     page_share: float = 0.25
     """Share of the pages that all of them keep together, as long as no request needs the room."""
     max_bytes: int = 1 << 30
-    """Host memory for the processed pictures of all of them together."""
+    """Host memory for the processed pictures and videos of all of them together."""
     expire_seconds: float = 600.0
     """Time from the end of a turn until it gives everything back, where it names none."""
 
@@ -250,6 +250,10 @@ class EngineConfig:
     """Replicas of the model, each on `tensor_parallel` chips, with pages and caches of its own. A
     request goes where most of its prompt is cached, weighed against the load. 0: as many as there
     are chips for."""
+    encoder_parallel: Literal["lanes", "model"] = "lanes"
+    """How the chips of a replica share pictures; lanes: each encodes whole ones, with the whole
+    encoder; model: all encode the same, each with its heads and MLP columns, which takes less
+    memory, and less time for a picture that comes alone."""
     coordinator: str = ""
     """`host:port` of process 0, port free; empty: what Cloud TPU or GKE say, if they do."""
     num_processes: int = 0

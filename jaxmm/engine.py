@@ -61,6 +61,8 @@ class Engine:
         self._closing = threading.Lock()
         self._closed = False
         self._given_up = False
+        self._over = threading.Event()
+        """The loop has ended, or is not waited for any more."""
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="jaxmm-engine", daemon=True)
         self._thread.start()
@@ -82,7 +84,7 @@ class Engine:
 
     @property
     def turn_seconds(self) -> float:
-        """How long the turn of the loop in progress takes already; 0 between turns."""
+        """How long the turn of the loop in progress takes already; 0 while it waits for work."""
         return self._loop.turn_seconds
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
@@ -135,7 +137,14 @@ class Engine:
                 self.abort(request.id)
 
     def session(
-        self, system: str | None = None, *, salt: str = "", expire_seconds: float | None = None
+        self,
+        system: str | None = None,
+        *,
+        salt: str = "",
+        expire_seconds: float | None = None,
+        fps: float | None = None,
+        num_frames: int | None = None,
+        video_pruning_rate: float | None = None,
     ) -> Session:
         """Begin a conversation whose turns send only what is new; see `Session`.
 
@@ -144,12 +153,23 @@ class Engine:
             salt: The tenant.
             expire_seconds: Time after a turn until what is kept is given back; None: the setting
                 `sessions.expire_seconds`.
+            fps: Frames of each second of its videos to look at; see `generate`.
+            num_frames: Frames of each of its videos, instead of `fps`.
+            video_pruning_rate: Share of each video's tokens to drop.
 
         Raises:
             RequestError: `expire_seconds` is outside its range.
         """
         seconds = self.config.sessions.expire_seconds if expire_seconds is None else expire_seconds
-        return Session(self, system, salt=salt, expire_seconds=seconds)
+        return Session(
+            self,
+            system,
+            salt=salt,
+            expire_seconds=seconds,
+            fps=fps,
+            num_frames=num_frames,
+            video_pruning_rate=video_pruning_rate,
+        )
 
     def forget(self, keep: Keep) -> None:
         """Give back what a conversation keeps, after its running turn if there is one."""
@@ -217,11 +237,13 @@ class Engine:
         self._loop.stop()
         self._intake.end_all(self._stopped())
         self._loop.end_all(self._stopped())
+        self._over.set()
 
     def close(self) -> None:
         """End all requests with EngineStopped and free what the engine holds.
 
-        An engine that was given up is waited for no longer than some seconds.
+        The step in progress is waited for, and once the engine is given up, before or meanwhile,
+        no longer than some seconds.
         """
         with self._closing:
             if self._closed:
@@ -229,7 +251,8 @@ class Engine:
             self._closed = True
         self._intake.refuse_all(self._stopped())
         self._loop.stop()
-        self._thread.join(_HUNG_SECONDS if self._given_up else None)
+        self._over.wait()
+        self._thread.join(_HUNG_SECONDS)
         self._intake.close()
         if self._thread.is_alive():
             logger.error("closed in a step that hangs: device memory goes with the process")
@@ -262,6 +285,7 @@ class Engine:
         finally:
             self._intake.end_all(self._stopped())
             self._loop.end_all(self._stopped())
+            self._over.set()
 
     def _stopped(self) -> EngineStopped:
         return EngineStopped(f"the engine has stopped: {self._failure or 'it was closed'}")

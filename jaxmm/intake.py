@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,14 +19,16 @@ from jaxmm.answer import Answer, OnEvent, tell
 from jaxmm.cost import Cost, estimate
 from jaxmm.errors import EngineStopped, JaxmmError, Overloaded, RequestError
 from jaxmm.host.decodes import Gone
-from jaxmm.host.identity import parse_caller_hashes
 from jaxmm.host.item import Item, Modality, Prompt
 from jaxmm.host.limits import check_fits
 from jaxmm.host.messages import read_text
+from jaxmm.host.placeholders import fold_expanded
 from jaxmm.host.prepare import PreparedClip
 from jaxmm.host.pruning import check_rate, clip_of
+from jaxmm.host.scoring import Scores, Scoring
 from jaxmm.host.sequence import Sequence
 from jaxmm.loop import Loop
+from jaxmm.places import check_expanded, check_places, split_hashes
 from jaxmm.pruner import PrunedVideos, Pruner
 from jaxmm.request import Request
 from jaxmm.start import Parts
@@ -67,9 +68,7 @@ class Intake:
         self._loop = loop
         self._max_waiting = max_waiting
         self._pruning_rate = pruning_rate
-        self._pruner = Pruner(
-            parts.known_prunings, lambda scoring: loop.post(lambda: loop.score(scoring))
-        )
+        self._pruner = Pruner(parts.known_prunings)
         self._preparing: dict[str, _Entry] = {}
         self._num_estimates = 0
         self._refusal: EngineStopped | None = None
@@ -195,11 +194,14 @@ class Intake:
         except Exception as error:  # noqa: BLE001  # a fault here must cost this request alone
             self._refuse(entry, error)
             return
-        self._finish(entry, videos)
+        self._finish(entry, videos, [])
 
-    def _finish(self, entry: "_Entry", videos: PrunedVideos) -> None:
+    def _finish(self, entry: "_Entry", videos: PrunedVideos, scores: list[Scores]) -> None:
+        """With the scores of the videos that were not known."""
         try:
+            self._pruner.choose(videos, scores)
             answer = self._answer(entry, videos.pruned())
+            answer.home = videos.home
         except Exception as error:  # noqa: BLE001  # as in _prepare
             self._refuse(entry, error)
             return
@@ -213,15 +215,24 @@ class Intake:
     def _score(self, entry: "_Entry", videos: PrunedVideos) -> None:
         """Have videos encoded, unless the request is refused for what is known of it already."""
         parts = self._parts
-        [sequence, *_] = self._answer(entry, videos.expected()).sequences
-        check_fits(sequence, parts.scheduler.config, parts.pool, parts.arena)
+        sequences = self._answer(entry, videos.expected()).sequences
+        check_fits(sequences[0], parts.scheduler.config, parts.pool, parts.arena)
         self._check_steps(videos)
-        self._pruner.score(
-            videos,
-            lambda clip: self._load_steps(entry.request, entry.gone, videos.prompt.items, clip),
-            entry.gone,
-            lambda: self._threads.submit(self._finish, entry, videos),
+        scoring = Scoring(
+            self._pruner.load_unknown(
+                videos,
+                lambda clip: self._load_steps(entry.request, entry.gone, videos.prompt.items, clip),
+            ),
+            videos.salt,
+            lambda scores: self._threads.submit(self._finish, entry, videos, scores),
+            num_tokens=sum(map(parts.scheduler.expected_tokens, sequences)),
+            is_gone=entry.gone.done,
         )
+
+        def begin() -> None:
+            videos.home = self._loop.score(scoring, entry.request.keep)
+
+        self._loop.post(begin)
 
     def _check_steps(self, videos: PrunedVideos) -> None:
         for first in videos.unknown:
@@ -255,6 +266,7 @@ class Intake:
             raise RequestError("give exactly one of messages, text and token_ids")
         read_text("salt", request.salt)
         parts, tokenizer = self._parts, self._parts.tokenizer
+        expanded = None
         if request.messages is not None:
             ids, slots = tokenizer.encode_chat(request.messages, request.tools)
         elif request.text is not None:
@@ -262,9 +274,14 @@ class Intake:
         else:
             ids = parts.check_ids(request.token_ids or ())
             slots = np.flatnonzero(np.isin(ids, parts.placeholder_ids))
+            if len(slots) > len(request.images) + len(request.videos) and parts.markers:
+                expanded = ids
+                ids, slots = fold_expanded(ids, *parts.markers, *parts.placeholder_ids)
         is_video = ids[slots] == parts.model.video_token_id
-        _check_places(request, is_video)
+        check_places(request, is_video)
         prompt = parts.preparer.prompt_of(ids, slots, self._media(entry, is_video))
+        if expanded is not None:
+            check_expanded(expanded, prompt)
         for item in prompt.items:  # refused here, before the loop could meet it
             if item.embeddings is None:
                 parts.sizes.buckets.lane_patches(parts.packed_patches(item))
@@ -274,7 +291,7 @@ class Intake:
         """A request's images and videos in the order of their places."""
         request, preparer = entry.request, self._parts.preparer
         preparer.check_count(len(is_video), "images and videos" if is_video.any() else "images")
-        hashes = _split_hashes(request.mm_hashes, is_video)
+        hashes = split_hashes(request.mm_hashes, is_video)
         common: dict[str, Any] = {
             "max_pixels": request.max_pixels,
             "salt": request.salt,
@@ -336,9 +353,11 @@ class Intake:
             failure = _refusal(error, answer.request)
             self._loop.post(lambda: self._loop.fail(sequence, failure))
             return
-        for i, part in zip(span, features, strict=True):
-            found = dataclasses.replace(items[i], features=part)
-            self._loop.post(partial(self._loop.provide, sequence, i, found))
+        found = [
+            dataclasses.replace(item, features=part)
+            for item, part in zip(items[span.start : span.stop], features, strict=True)
+        ]
+        self._loop.post(lambda: self._loop.provide(sequence, span.start, found))
 
     def _load_image(
         self, answer: Answer, items: tuple[Item, ...], index: int
@@ -368,28 +387,6 @@ class Intake:
             salt=request.salt,
             gone=gone,
         )
-
-
-def _check_places(request: Request, is_video: npt.NDArray[np.bool_]) -> None:
-    """Refuse a prompt that has not one place for each image and each video."""
-    num_videos = int(is_video.sum())
-    for noun, places, sent in (
-        ("images", len(is_video) - num_videos, len(request.images)),
-        ("videos", num_videos, len(request.videos)),
-    ):
-        if places != sent:
-            raise RequestError(f"the prompt has places for {places} {noun} and {sent} were sent")
-
-
-def _split_hashes(
-    mm_hashes: Tokens[str] | None, is_video: npt.NDArray[np.bool_]
-) -> tuple[list[str] | None, list[str] | None]:
-    """Those of images and those of videos; a list of a wrong length is ignored whole."""
-    if mm_hashes is None or isinstance(mm_hashes, str) or len(mm_hashes) != len(is_video):
-        parse_caller_hashes(mm_hashes, len(is_video))  # says so in the log
-        return None, None
-    pairs = list(zip(mm_hashes, is_video.tolist(), strict=True))
-    return [h for h, video in pairs if not video], [h for h, video in pairs if video]
 
 
 def _settle(future: Future[Cost], outcome: Cost | JaxmmError) -> None:

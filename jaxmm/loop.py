@@ -14,7 +14,8 @@ from jaxmm.answer import Answer, tell
 from jaxmm.errors import EngineStopped, GrammarError, JaxmmError
 from jaxmm.host.item import Item
 from jaxmm.host.kept import Keep
-from jaxmm.host.router import Router
+from jaxmm.host.router import Offer, Router
+from jaxmm.host.scheduler import Scheduler
 from jaxmm.host.scoring import Scoring
 from jaxmm.host.sequence import Sequence, Status
 from jaxmm.replica import Replica
@@ -56,19 +57,24 @@ class Loop:
     @property
     def turn_seconds(self) -> float:
         """How long the turn in progress takes already, or a device that the loop need not wait for
-        takes for its step; 0 between turns. For any thread."""
+        takes for its step; 0 while the loop waits to be asked for something. For any thread."""
         began = self._turn_began
         turn = 0.0 if began is None else time.monotonic() - began
         return max(turn, *(replica.waiting_seconds for replica in self._replicas))
 
     def run(self, load_features: LoadFeatures) -> None:
-        """Serve until `stop`."""
+        """Serve until `stop`; nothing runs on a device any more when this returns."""
         while not self._stop:
-            self._take_inbox()
+            action = self._next_action()
             self._turn_began = time.monotonic()
+            self._do(action)
             for replica in self._replicas:
                 self._turn(replica, load_features)
             self._turn_began = None
+        self._turn_began = time.monotonic()
+        for replica in self._replicas:
+            replica.settle()
+        self._turn_began = None
 
     def close(self, *, wait: bool) -> None:
         """Free what `run` needed; it has returned. Without `wait`, no step is waited for."""
@@ -77,7 +83,7 @@ class Loop:
 
     def home_of(self, sequence: Sequence, keep: Any = None) -> Parts:
         """The replica that would serve a sequence that came now, as a turn of a conversation."""
-        return self._replicas[self._choose(sequence, keep)].parts
+        return self._replicas[self._choose(keep, lambda s: s.offer(sequence))].parts
 
     def enter(self, answer: Answer) -> None:
         """Note a request; `start` follows."""
@@ -85,7 +91,9 @@ class Loop:
 
     def start(self, answer: Answer) -> None:
         """Queue a request's sequences, or tell its caller why they cannot be."""
-        chosen = self._choose(answer.sequences[0], answer.request.keep)
+        chosen = answer.home
+        if chosen is None:
+            chosen = self._choose(answer.request.keep, lambda s: s.offer(answer.sequences[0]))
         home = self._replicas[chosen]
         try:
             home.scheduler.add(*answer.sequences)
@@ -93,7 +101,8 @@ class Loop:
             self._answers.pop(answer.request.id, None)
             self._tell(answer, error)
             return
-        self._router.note(chosen)
+        if answer.home is None:
+            self._router.note(chosen)
         self._homes[answer.request.id] = home
         home.stalled = False
 
@@ -113,19 +122,29 @@ class Loop:
             self.abort(sequence.request_id)
             self._tell(answer, error)
 
-    def provide(self, sequence: Sequence, index: int, item: Item) -> None:
-        """Take an item with the features that were asked for."""
+    def provide(self, sequence: Sequence, first: int, items: Several[Item]) -> None:
+        """Take an item, or all steps of a video, with the features that were asked for."""
         if self._answer_of(sequence) is not None:
             home = self._homes[sequence.request_id]
-            home.scheduler.provide_features(sequence, index, item)
+            home.scheduler.provide_features(sequence, first, items)
             home.stalled = False
 
-    def score(self, scoring: Scoring) -> None:
-        """Encode a video and compare its steps; it is told the scores on this thread."""
-        offers = [r.scheduler.offer_rows(scoring.steps, scoring.salt) for r in self._replicas]
-        home = self._replicas[self._router.best(offers)]
+    def score(self, scoring: Scoring, keep: Any = None) -> int:
+        """Encode a request's videos and compare their steps; it is told the scores on this thread.
+
+        Args:
+            scoring: The videos.
+            keep: The conversation that the request is a turn of.
+
+        Returns:
+            The replica that has their rows then: `Answer.home`.
+        """
+        chosen = self._choose(keep, lambda s: s.offer_rows(scoring.steps, scoring.salt))
+        self._router.note(chosen)
+        home = self._replicas[chosen]
         home.scheduler.scorings.add(scoring)
         home.stalled = False
+        return chosen
 
     def end_all(self, error: EngineStopped) -> None:
         """End every request with an error, each once, whoever else calls this; for any thread.
@@ -140,29 +159,37 @@ class Loop:
             answer.gone.set_result(None)
             self._tell(answer, error)
 
-    def _choose(self, sequence: Sequence, keep: Any) -> int:
+    def _choose(self, keep: Any, offer: Callable[[Scheduler], Offer]) -> int:
         """A turn goes where its conversation is kept; other requests where the router says."""
         for index, replica in enumerate(self._replicas):
             if len(self._replicas) == 1 or keep in replica.scheduler.pins:
                 return index
-        return self._router.best([r.scheduler.offer(sequence) for r in self._replicas])
+        return self._router.best([offer(replica.scheduler) for replica in self._replicas])
 
-    def _take_inbox(self) -> None:
-        """Do what other threads asked for; with nothing to compute, wait for that, or until a
+    def _next_action(self) -> Callable[[], None] | None:
+        """What another thread asked for; with nothing to compute, wait for that, or until a
         conversation expires or a rehearsal is due."""
         idle = not any(replica.can_go for replica in self._replicas)
-        while True:
-            try:
-                action = self._inbox.get(block=idle, timeout=self._seconds_left)
-            except queue.Empty:
-                if idle:
-                    for replica in self._replicas:
-                        replica.rehearse()
-                return
+        try:
+            action = self._inbox.get(block=idle, timeout=self._seconds_left)
+        except queue.Empty:
+            return self._rehearse if idle else None
+        for replica in self._replicas:
+            replica.parts.rehearsal.put_off()
+        return action
+
+    def _do(self, action: Callable[[], None] | None) -> None:
+        """Do what is to be done between two steps, and what other threads ask for meanwhile."""
+        while action is not None:
             action()
-            for replica in self._replicas:
-                replica.parts.rehearsal.put_off()
-            idle = False
+            try:
+                action = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+
+    def _rehearse(self) -> None:
+        for replica in self._replicas:
+            replica.rehearse()
 
     @property
     def _seconds_left(self) -> float | None:

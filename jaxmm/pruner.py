@@ -3,13 +3,10 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from jaxmm.host.decodes import Gone
 from jaxmm.host.item import Item, Prompt
 from jaxmm.host.pruning import (
     KnownPrunings,
@@ -21,7 +18,7 @@ from jaxmm.host.pruning import (
     prune,
     pruning_digest,
 )
-from jaxmm.host.scoring import Scoring
+from jaxmm.host.scoring import Scores
 
 Load = Callable[[range], Sequence[npt.NDArray[np.uint8]]]
 """Features of a video's steps, by their indices among the prompt's items."""
@@ -39,6 +36,8 @@ class PrunedVideos:
     """By the index of the video's first item."""
     unknown: dict[int, tuple[range, bytes]] = field(default_factory=dict)
     """The same: the video's items, and its `pruning_digest`."""
+    home: int | None = None
+    """The replica that scores the unknown ones."""
 
     def pruned(self) -> Prompt:
         """The prompt, every video pruned."""
@@ -57,17 +56,11 @@ class PrunedVideos:
 
 
 class Pruner:
-    """Has videos encoded and compared; thread-safe."""
+    """Finds the videos that are pruned, and chooses their rows by their scores; thread-safe."""
 
-    def __init__(self, known: KnownPrunings, post: Callable[[Scoring], None]) -> None:
-        """Take the parts.
-
-        Args:
-            known: What was kept of videos seen before.
-            post: Gives a video to the loop.
-        """
+    def __init__(self, known: KnownPrunings) -> None:
+        """Take what was kept of videos seen before."""
         self._known = known
-        self._post = post
 
     def find(self, prompt: Prompt, rate: float, salt: str) -> PrunedVideos:
         """List a prompt's videos that lose something at this rate."""
@@ -85,41 +78,32 @@ class Pruner:
                 videos.known[clip.start] = known
         return videos
 
-    def score(self, videos: PrunedVideos, load: Load, gone: Gone, then: Callable[[], Any]) -> None:
-        """Have the unknown videos encoded, and their rows chosen.
+    def load_unknown(self, videos: PrunedVideos, load: Load) -> list[tuple[Item, ...]]:
+        """The steps of each unknown video, all with features.
 
         Args:
-            videos: Changed: all are known when `then` is called.
+            videos: Their prompt gets the features too.
             load: Gives the features of a video that was not decoded, because its file was known.
-            gone: When done, nothing more is encoded, and `then` is not called.
-            then: Called once, on the loop's thread.
         """
-        scorings = []
-        for first, (clip, _) in videos.unknown.items():
-            steps = self._with_features(videos, clip, load)
-            on_scores = partial(self._take, videos, first, then)
-            scorings.append(Scoring(steps, videos.salt, on_scores, gone.done))
-        for scoring in scorings:
-            self._post(scoring)
-
-    def _take(
-        self,
-        videos: PrunedVideos,
-        first: int,
-        then: Callable[[], Any],
-        scores: npt.NDArray[np.float32],
-    ) -> None:
-        _, digest = videos.unknown.pop(first)
-        pruning = Pruning(choose_rows(scores, videos.rate), digest)
-        videos.known[first] = pruning
-        self._known.put(videos.salt, pruning)
-        if not videos.unknown:
-            then()
-
-    def _with_features(self, videos: PrunedVideos, clip: range, load: Load) -> tuple[Item, ...]:
         items = list(videos.prompt.items)
-        if any(items[index].features is None for index in clip):
-            for index, features in zip(clip, load(clip), strict=True):
-                items[index] = dataclasses.replace(items[index], features=features)
-            videos.prompt = dataclasses.replace(videos.prompt, items=tuple(items))
-        return tuple(items[clip.start : clip.stop])
+        clips = [clip for clip, _ in videos.unknown.values()]
+        for clip in clips:
+            if any(items[index].features is None for index in clip):
+                for index, features in zip(clip, load(clip), strict=True):
+                    items[index] = dataclasses.replace(items[index], features=features)
+        videos.prompt = dataclasses.replace(videos.prompt, items=tuple(items))
+        return [tuple(items[clip.start : clip.stop]) for clip in clips]
+
+    def choose(self, videos: PrunedVideos, scores: Sequence[Scores]) -> None:
+        """Choose the rows of the unknown videos, all of which are known then.
+
+        Args:
+            videos: Changed.
+            scores: Of each unknown video, in their order.
+        """
+        unknown = list(videos.unknown.items())
+        for (first, (_, digest)), changes in zip(unknown, scores, strict=True):
+            pruning = Pruning(choose_rows(changes, videos.rate), digest)
+            videos.known[first] = pruning
+            self._known.put(videos.salt, pruning)
+        videos.unknown.clear()

@@ -44,6 +44,7 @@ class Rehearsal:
         self._sizes, self._model, self._pool = sizes, model, pool
         buckets = [("language", rung) for rung in sizes.buckets.tokens if rung <= MAX_TOKENS]
         buckets += [("encode", rung) for rung in sizes.buckets.patches if rung <= MAX_PATCHES]
+        buckets += [("score", 0)] if model.video_token_id >= 0 else []
         self._left = deque(sorted(buckets, key=lambda bucket: bucket[1]) if runner else ())
         self._due = time.monotonic() + _REST_SECONDS
 
@@ -70,6 +71,10 @@ class Rehearsal:
             self._run(self._runner, step, size)
 
     def _run(self, runner: Runner, step: str, size: int) -> None:
+        if step == "score":
+            filler = np.array([self._sizes.num_rows], np.int32)
+            runner.read_scores(runner.score(filler, filler))
+            return
         if step == "encode":
             runner.encode(join_lanes([self._lane(size)] * self._sizes.num_lanes))
             size = self._sizes.buckets.tokens[0]  # a step reads the arena: its end is the lane's
@@ -95,6 +100,8 @@ class Rehearsal:
         batch["starts_B"][:num_sequences] = np.arange(num_sequences)
         batch["counts_B"][:num_sequences] = counts
         batch["lengths_B"][:num_sequences] = prefix + counts
+        if batch.layout.both_ways:
+            batch["seen_T"][:] = prefix + counts[-1] - 1  # as within a picture: the last key
         return batch
 
     def _lane(self, num_patches: int) -> EncodeBatch:

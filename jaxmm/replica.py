@@ -123,6 +123,11 @@ class Replica:
         fetched = dispatcher.fetch(pending) if flight.fetched is None else flight.fetched.result()
         return dispatcher.scored(pending, fetched), dispatcher.sampled(pending, fetched)
 
+    def settle(self) -> None:
+        """Wait for the steps on their way, of which nobody wants to know any more."""
+        while self._flights:
+            self.read()
+
     def close(self, *, wait: bool) -> None:
         """End the thread that waits, after the step on its way, or without waiting for one that
         hangs."""

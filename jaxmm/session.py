@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 from jaxmm.asking import (
     Images,
     Message,
+    Videos,
     new_request_id,
     picture_sources,
     sampling_params,
     user_turn,
+    video_sources,
 )
 from jaxmm.config import MAX_EXPIRE_SECONDS
 from jaxmm.errors import RequestError
 from jaxmm.gather import Gathered, stream_deltas
-from jaxmm.host.kept import Keep, KeptPicture
+from jaxmm.host.kept import Keep, KeptMedium
 from jaxmm.request import Delta, Request, Result, SamplingParams
 
 if TYPE_CHECKING:
@@ -31,18 +33,26 @@ class Session:
 
     Every turn is answered as the whole conversation sent at once would be; what earlier turns cost
     is not paid again. Until it is closed, expires, or others need the room, the engine keeps the
-    processed pictures and pins the conversation's pages in its prefix cache. What was given back
-    is made again by the next turn: a conversation never fails for it. Its limits are those of one
-    request, for all its turns together: `max_model_len` tokens and `media.max_items` pictures.
+    processed pictures and videos and pins the conversation's pages in its prefix cache. What was
+    given back is made again by the next turn: a conversation never fails for it. Its limits are
+    those of one request, for all its turns together: `max_model_len` tokens and `media.max_items`
+    pictures and videos; and so is how its videos are looked at.
     """
 
     def __init__(
-        self, engine: "Engine", system: str | None, *, salt: str, expire_seconds: float
+        self,
+        engine: "Engine",
+        system: str | None,
+        *,
+        salt: str,
+        expire_seconds: float,
+        **looks: Any,
     ) -> None:
-        """See `Engine.session`."""
+        """See `Engine.session`; `looks` are the fields of `Request` for its videos."""
         _check_seconds(expire_seconds)
         self._engine = engine
         self._salt = salt
+        self._looks = looks
         self._messages: list[Message] = []
         if system is not None:
             self._messages.append({"role": "system", "content": system})
@@ -63,16 +73,39 @@ class Session:
         """Its pictures so far, as they were sent."""
         return tuple(picture.source for picture in self._keep.pictures)
 
+    @property
+    def videos(self) -> Sequence[Any]:
+        """Its videos so far, as they were sent."""
+        return tuple(video.source for video in self._keep.videos)
+
     @overload
     def send(
-        self, text: str, images: Images = ..., *, stream: Literal[False] = ..., **sampling: Any
+        self,
+        text: str,
+        images: Images = ...,
+        videos: Videos = ...,
+        *,
+        stream: Literal[False] = ...,
+        **sampling: Any,
     ) -> Result: ...
     @overload
     def send(
-        self, text: str, images: Images = ..., *, stream: Literal[True], **sampling: Any
+        self,
+        text: str,
+        images: Images = ...,
+        videos: Videos = ...,
+        *,
+        stream: Literal[True],
+        **sampling: Any,
     ) -> Iterator[Delta]: ...
     def send(
-        self, text: str, images: Images = None, *, stream: bool = False, **sampling: Any
+        self,
+        text: str,
+        images: Images = None,
+        videos: Videos = None,
+        *,
+        stream: bool = False,
+        **sampling: Any,
     ) -> Result | Iterator[Delta]:
         """Add a turn and answer it.
 
@@ -82,6 +115,7 @@ class Session:
         Args:
             text: What the user says.
             images: New pictures, which stand before the text; earlier ones are still there.
+            videos: New videos, which stand between pictures and text; likewise.
             stream: Give a `Delta` for each step instead of a result.
             **sampling: Fields of `SamplingParams`; `n` is 1.
 
@@ -89,7 +123,7 @@ class Session:
             RequestError: As `generate`; or the session is closed, or still answering.
         """
         params = sampling_params(sampling)
-        deltas = self._deltas(text, images, params)
+        deltas = self._deltas(_Turn(text, images, videos), params)
         if stream:
             return deltas
         gathered: Gathered | None = None
@@ -100,10 +134,11 @@ class Session:
         return gathered.result()
 
     async def asend(
-        self, text: str, images: Images = None, **sampling: Any
+        self, text: str, images: Images = None, videos: Videos = None, **sampling: Any
     ) -> AsyncIterator[Delta]:
         """Add a turn, giving a `Delta` for each step; see `send`."""
-        with self._turn(text, images, sampling_params(sampling)) as turn:
+        params, turn = sampling_params(sampling), _Turn(text, images, videos)
+        with self._answered(turn, params):
             async with contextlib.aclosing(self._engine.astream(turn.request)) as deltas:
                 async for delta in deltas:
                     turn.take(delta)
@@ -124,14 +159,14 @@ class Session:
     ) -> None:
         self.close()
 
-    def _deltas(self, text: str, images: Images, params: SamplingParams) -> Iterator[Delta]:
-        with self._turn(text, images, params) as turn:
+    def _deltas(self, turn: "_Turn", params: SamplingParams) -> Iterator[Delta]:
+        with self._answered(turn, params):
             for delta in stream_deltas(self._engine, turn.request):
                 turn.take(delta)
                 yield delta
 
     @contextlib.contextmanager
-    def _turn(self, text: str, images: Images, params: SamplingParams) -> Iterator["_Turn"]:
+    def _answered(self, turn: "_Turn", params: SamplingParams) -> Iterator[None]:
         """One turn at a time."""
         if params.n != 1:
             raise RequestError(f"n={params.n}: a conversation goes on from one answer; use n=1")
@@ -141,11 +176,11 @@ class Session:
             if self._answering:
                 raise RequestError("the session is answering; wait until that answer has ended")
             self._answering = True
-        turn = _Turn(text, [KeptPicture(source) for source in picture_sources(images)])
         self._keep.pictures += turn.pictures
+        self._keep.videos += turn.videos
         try:
             turn.request = self._request(turn, params)
-            yield turn
+            yield
         finally:
             self._end(turn)
 
@@ -154,9 +189,11 @@ class Session:
             id=new_request_id("turn"),
             messages=[*self._messages, turn.question],
             images=tuple(self._keep.pictures),
+            videos=tuple(self._keep.videos),
             sampling=params,
             salt=self._salt,
             keep=self._keep,
+            **self._looks,
         )
 
     def _end(self, turn: "_Turn") -> None:
@@ -166,6 +203,7 @@ class Session:
             self._messages += [turn.question, answer]
         else:
             del self._keep.pictures[len(self._keep.pictures) - len(turn.pictures) :]
+            del self._keep.videos[len(self._keep.videos) - len(turn.videos) :]
         nothing_expires = not turn.is_complete and not self._engine.keeps(self._keep)
         if self._keep.closed or nothing_expires:  # closed meanwhile
             self._keep.release()
@@ -186,9 +224,10 @@ class _Turn:
 
     request: Request
 
-    def __init__(self, text: str, pictures: list[KeptPicture]) -> None:
-        self.pictures = pictures
-        self.question = user_turn(text, len(pictures))
+    def __init__(self, text: str, images: Images, videos: Videos) -> None:
+        self.pictures = [KeptMedium(source) for source in picture_sources(images)]
+        self.videos = [KeptMedium(source) for source in video_sources(videos)]
+        self.question = user_turn(text, len(self.pictures), len(self.videos))
         self.answer: list[str] = []
         self.is_complete = False
 

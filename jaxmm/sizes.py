@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxmm.config import EngineConfig
+from jaxmm.encoder_memory import most_patches, patch_bytes
 from jaxmm.errors import ConfigError
 from jaxmm.host.buckets import Buckets, patch_rungs, round_up, tile_rungs, token_rungs
 from jaxmm.host.limits import SchedulerConfig
@@ -76,6 +77,7 @@ def settle_sizes(
     itemsize: int,
     kernels: Kernels = "portable",
     num_chips: int = 1,
+    split_encoder: bool = False,
 ) -> Sizes:
     """Fill in the sizes left at 0.
 
@@ -87,13 +89,15 @@ def settle_sizes(
         memory_bytes: Memory of one device.
         itemsize: Bytes of one weight or KV value.
         kernels: The implementation of the ops; "pallas" has sizes of its own.
-        num_chips: Chips that the text model and its pages are split over, and that encode a lane
-            each. Those of a CPU are simulated, and share its memory.
+        num_chips: Chips that the text model and its pages are split over. Those of a CPU are
+            simulated, and share its memory.
+        split_encoder: The encoder is split over them too; else each of them encodes a lane.
 
     Raises:
         ConfigError: Settings that exceed the memory or the model, or contradict each other.
     """
     on_cpu = platform == "cpu"
+    num_lanes = 1 if split_encoder else num_chips
     page_size = config.pages.page_size or (64 if on_cpu else 128)
     max_running = round_up(config.max_running or (32 if on_cpu else 128), _ROW_GROUP)
     wanted_tokens = max(config.buckets.max_step_tokens or (512 if on_cpu else 2048), max_running)
@@ -119,7 +123,16 @@ def settle_sizes(
     num_rows = round_up(num_rows, config.arena.page_rows)
     memory_bytes = memory_bytes // num_chips if on_cpu else memory_bytes
     num_pages = config.pages.num_pages or _pages_that_fit(
-        config, model, page_size, num_rows, on_cpu, memory_bytes, itemsize, num_chips, kernels
+        config,
+        model,
+        page_size,
+        num_rows,
+        on_cpu,
+        memory_bytes,
+        itemsize,
+        num_chips,
+        num_lanes,
+        kernels,
     )
     if max_model_len > num_pages * page_size:
         _require_pages(config, num_pages, page_size)
@@ -134,9 +147,13 @@ def settle_sizes(
         max_lane_patches=patches[-1],
         buckets=Buckets(tokens=tokens, patches=patches),
         whole_items=model.text.both_ways,
-        num_lanes=num_chips,
+        num_lanes=num_lanes,
     )
-    _check_memory(sizes, model, memory_bytes, itemsize, num_chips, kernels)
+    parts = _memory_parts(sizes, model, itemsize, num_chips, kernels)
+    if not on_cpu:  # where there is no limit to what a process may take
+        lane_bytes = patch_bytes(model, itemsize, num_chips // num_lanes) * patches[-1]
+        parts["media.max_pixels"] = lane_bytes
+    _check_memory(parts, memory_bytes)
     return sizes
 
 
@@ -154,10 +171,13 @@ def page_bytes(model: ModelConfig, page_size: int, itemsize: int, kernels: Kerne
     return text.num_layers * page_size * values * itemsize
 
 
-def weight_count(model: ModelConfig, num_chips: int = 1) -> int:
+def weight_count(model: ModelConfig, num_chips: int = 1, encoder_chips: int = 1) -> int:
     """Parameters that each chip holds, norms and biases left out (below a thousandth).
 
-    The text model is split over the chips, the encoder is whole on each.
+    Args:
+        model: Dimensions.
+        num_chips: Chips that the text model is split over.
+        encoder_chips: Chips that the encoder's layers are split over.
     """
     t, v = model.text, model.vision
     mlps = sum(
@@ -169,7 +189,7 @@ def weight_count(model: ModelConfig, num_chips: int = 1) -> int:
     block = 4 * v.width**2 + 3 * v.width * v.mlp_width
     vocab = t.vocab_size * t.width * (1 if t.tied else 2)
     text = t.num_layers * attention_count(t) + mlps + vocab
-    return text // num_chips + v.depth * block + merger_count(model)
+    return text // num_chips + v.depth * block // encoder_chips + merger_count(model)
 
 
 def merger_count(model: ModelConfig) -> int:
@@ -197,8 +217,7 @@ def attention_count(text: TextConfig) -> int:
 def _lane_patches(config: EngineConfig, model: ModelConfig, max_patches: int) -> int:
     if config.buckets.max_patches_per_step:
         return config.buckets.max_patches_per_step
-    # Windows of an image's edge leave at most a quarter of their 64-patch blocks empty.
-    patches = max_patches * 4 // 3 if model.vision.window_patches else max_patches
+    patches = most_patches(max_patches, model.vision)
     if patches > _MAX_LANE_PATCHES:
         raise ConfigError(
             f"the largest image has {patches} patches; the limit is {_MAX_LANE_PATCHES}. Lower "
@@ -248,23 +267,15 @@ def _memory_parts(
     """Bytes of one chip by the setting that decides about them."""
     pages = sizes.num_pages * page_bytes(model, sizes.page_size, itemsize, kernels)
     return {
-        "weights": weight_count(model, num_chips) * itemsize,
+        "weights": weight_count(model, num_chips, num_chips // sizes.num_lanes) * itemsize,
         "pages.num_pages": pages // num_chips,
         "arena.num_rows": sizes.num_rows * model.text.row_width * itemsize,
         "max_running": sizes.max_running * model.text.vocab_size * _COUNT_BYTES,
     }
 
 
-def _check_memory(
-    sizes: Sizes,
-    model: ModelConfig,
-    memory_bytes: int,
-    itemsize: int,
-    num_chips: int,
-    kernels: Kernels,
-) -> None:
+def _check_memory(parts: dict[str, int], memory_bytes: int) -> None:
     """Refuse sizes that a device cannot hold, before anything is allocated."""
-    parts = _memory_parts(sizes, model, itemsize, num_chips, kernels)
     if sum(parts.values()) > memory_bytes:
         listed = ", ".join(f"{name} {size >> 20} MiB" for name, size in parts.items())
         largest = max(parts, key=lambda name: parts[name])
@@ -284,9 +295,11 @@ def _pages_that_fit(
     memory_bytes: int,
     itemsize: int,
     num_chips: int,
+    num_lanes: int,
     kernels: Kernels,
 ) -> int:
-    taken = (weight_count(model, num_chips) + num_rows * model.text.row_width) * itemsize
+    weights = weight_count(model, num_chips, num_chips // num_lanes)
+    taken = (weights + num_rows * model.text.row_width) * itemsize
     budget = int(memory_bytes * config.memory_fraction) - taken
     if on_cpu:
         budget = min(budget, _CPU_KV_BYTES)

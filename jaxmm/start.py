@@ -103,6 +103,12 @@ class Parts:
         """Patches that an item takes in an encode lane."""
         return lane_patches(item.grid_thw, self.model.vision)
 
+    @property
+    def markers(self) -> tuple[int, int] | None:
+        """Tokens before and behind an item; None for a family that has none."""
+        pair = self.model.vision_start_token_id, self.model.vision_end_token_id
+        return pair if min(pair) >= 0 else None
+
     def check_ids(self, token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         """Prompt ids given by a caller, int64[T0].
 
@@ -155,9 +161,12 @@ def load_runners(config: EngineConfig, basis: Basis, ledger: CompileLedger) -> d
     Raises:
         ModelError: The message names the tensor or key.
     """
-    with _compiled_directory(config, basis) as directory:
-        runners = {
-            replica: Runner(
+    runners: dict[int, Runner] = {}
+    with _compiled_directory(config, basis) as directory, contextlib.ExitStack() as undo:
+        for replica, backend in enumerate(basis.backends):
+            if jax.process_index() not in backend.process_ids:
+                continue
+            runners[replica] = runner = Runner(
                 basis.model,
                 basis.sizes,
                 basis.dtype,
@@ -166,18 +175,17 @@ def load_runners(config: EngineConfig, basis: Basis, ledger: CompileLedger) -> d
                 compile_cache_dir=directory,
                 twin=_wants_twin(config, basis),
             )
-            for replica, backend in enumerate(basis.backends)
-            if jax.process_index() in backend.process_ids
-        }
+            undo.callback(runner.close)
         first, *others = runners.values()
         with ThreadPoolExecutor(1, thread_name_prefix="jaxmm-load") as threads:
             weights = threads.submit(_load_weights, config, basis, first)
             for runner in runners.values():
                 runner.warm_up(progress=config.progress)
             params = weights.result()
-    first.place(params)
-    for runner in others:
-        runner.place_copy(params)
+        first.place(params)
+        for runner in others:
+            runner.place_copy(params)
+        undo.pop_all()
     return runners
 
 

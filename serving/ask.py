@@ -44,7 +44,7 @@ class Ask:
 class Endpoint(Protocol):
     """Reads the bodies of one path."""
 
-    def read(self, body: bytes | bytearray) -> Ask:
+    def read(self, body: bytes) -> Ask:
         """Read and check a body.
 
         Raises:

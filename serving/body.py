@@ -26,7 +26,7 @@ class Strict(pydantic.BaseModel):
 _Body = TypeVar("_Body", bound=Strict)
 
 
-def parse(model: type[_Body], body: bytes | bytearray) -> _Body:
+def parse(model: type[_Body], body: bytes) -> _Body:
     """Read and check a request body.
 
     Raises:
@@ -35,7 +35,7 @@ def parse(model: type[_Body], body: bytes | bytearray) -> _Body:
     return validated(model, read_object(body))
 
 
-def read_object(body: bytes | bytearray) -> dict[str, Any]:
+def read_object(body: bytes) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:

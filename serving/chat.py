@@ -15,7 +15,7 @@ class ChatEndpoint:
     def __init__(self, served: Served) -> None:
         self._served = served
 
-    def read(self, body: bytes | bytearray) -> Ask:
+    def read(self, body: bytes) -> Ask:
         """See `serving.ask.Endpoint`."""
         served, chat = self._served, parse_chat_request(body)
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"

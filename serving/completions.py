@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 
 from starlette.requests import ClientDisconnect, Request
@@ -141,7 +141,7 @@ class EventStream(Response):
             yield self._writer.last_chunks()
 
 
-def read_ask(endpoint: Endpoint, body: bytearray) -> tuple[Ask, Mapping[str, Url]]:
+def read_ask(endpoint: Endpoint, body: bytes) -> tuple[Ask, Mapping[str, Url]]:
     """Read a body, and the URLs of its pictures by place.
 
     Raises:
@@ -156,11 +156,8 @@ def read_ask(endpoint: Endpoint, body: bytearray) -> tuple[Ask, Mapping[str, Url
     return ask, urls
 
 
-async def read_body(http: Request, offload: Offload) -> bytearray:
+async def read_body(http: Request, offload: Offload) -> bytes:
     """Read a request's body; `admission` holds it to its limits.
-
-    Its pieces are put together once, at the end: a buffer that grows with them would be copied
-    again and again, tens of megabytes at a time.
 
     Raises:
         ClientGone: The client closed the connection before its end.
@@ -169,16 +166,7 @@ async def read_body(http: Request, offload: Offload) -> bytearray:
         pieces = [piece async for piece in http.stream()]
     except ClientDisconnect:
         raise ClientGone("the client closed the connection") from None
-    return await offload.run(sum(map(len, pieces)), _joined, pieces)
-
-
-def _joined(pieces: Sequence[bytes]) -> bytearray:
-    """`b"".join`, but other threads run in between."""
-    body, at = bytearray(sum(map(len, pieces))), 0
-    for piece in pieces:
-        body[at : at + len(piece)] = piece
-        at += len(piece)
-    return body
+    return await offload.join(pieces)
 
 
 async def _next(pump: Pump) -> Delta:

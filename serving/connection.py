@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -22,13 +23,15 @@ LAST_LOOK_SECONDS = 0.1
 ended and requests have come, the requests are read first."""
 MAX_CONNECTIONS = 8192
 
+_idle: WeakKeyDictionary[Any, dict["Connection", None]] = WeakKeyDictionary()
+"""Of each server, by uvicorn's state of it: idle connections, the one that waits longest first."""
+
 
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol with limits of its own: it waits for a head for ever, of any size."""
 
     _timer: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
-    _idle_since = 0.0
     _num_heads = 0
     _num_head_bytes = 0
     _in_head = True
@@ -44,6 +47,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
+        self._others.pop(self, None)
         self._stop_timer()
         self._stop_stalled()
         super().connection_lost(exc)
@@ -60,6 +64,8 @@ class Connection(HttpToolsProtocol):
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self._stop_timer()
                 self.send_400_response(f"The head is larger than {MAX_HEAD_BYTES} bytes.")
+        if not self.is_idle:
+            self._others.pop(self, None)
 
     def on_headers_complete(self) -> None:
         """Begin a request."""
@@ -73,16 +79,17 @@ class Connection(HttpToolsProtocol):
         """The body is complete; what follows is the head of the next request."""
         self._in_head = True
         if self.cycle.response_complete:
-            self._idle_since = self.loop.time()
+            self._others[self] = None
             self._close_after(self.timeout_keep_alive)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """The answer is sent; a body that still comes is thrown away, for a while."""
         super().on_response_complete()
-        self._idle_since = self.loop.time()
         if self.transport.is_closing():
             return
+        if self.is_idle:
+            self._others[self] = None
         if not self._in_head:
             self._close_after(LINGER_SECONDS)
         elif self._num_head_bytes and self.cycle.response_complete:
@@ -118,17 +125,23 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         self._timer = self.loop.call_later(LAST_LOOK_SECONDS, self._close)
 
+    @property
+    def _others(self) -> dict["Connection", None]:
+        """Connections of this server that are idle, this one among them if it is."""
+        return _idle.setdefault(self.server_state, {})
+
     def _make_room(self) -> bool:
         """Close the connection that has waited longest for another request; False: none waits."""
-        others = [c for c in self.connections if isinstance(c, Connection) and c.is_idle]
-        if not others:
-            return False
-        min(others, key=lambda c: c._idle_since).transport.close()
-        return True
+        for oldest in self._others:
+            del self._others[oldest]
+            oldest.transport.close()
+            return True
+        return False
 
     def _close(self) -> None:
         """Close after what is still to be sent, but do not wait for a client that reads nothing."""
         self._stop_timer()
+        self._others.pop(self, None)
         if not self.transport.is_closing():
             self.transport.close()
             self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)

@@ -139,7 +139,13 @@ def describe_plan(
     if suggest:
         splits = rank(question, lengths[len(lengths) // 2])
         show(str(splits) + "\n")
-        tensor_parallel = tensor_parallel or splits[0].tensor_parallel
+        best, asked = splits[0].tensor_parallel, config.tensor_parallel
+        if not tensor_parallel and asked not in (0, 1, best):
+            show(
+                f"The settings say tensor_parallel={asked}; planned is the best split, {best}. "
+                f"--tensor-parallel {asked} plans the other.\n"
+            )
+        tensor_parallel = tensor_parallel or best
     show(str(make_plan(question, tensor_parallel=tensor_parallel, lengths=lengths)))
 
 

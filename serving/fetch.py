@@ -14,6 +14,9 @@ from serving.local_files import read_file_url
 from serving.offload import Offload
 from serving.remote import Remote, parse_url
 
+_FILE_THREADS = 8
+"""A disk of the network may make each wait for long; nobody who reads no files waits for them."""
+
 
 class Budget:
     """Bytes that the pictures of one request may still take together."""
@@ -51,9 +54,11 @@ class Fetcher:
         gates = Gates(config.max_concurrent, config.max_concurrent_per_host)
         self._remote = Remote(config, gates, max_bytes)
         self._offload = offload
+        self._files = Offload(_FILE_THREADS)
 
     async def aclose(self) -> None:
-        """Give connections back."""
+        """Give connections and threads back."""
+        self._files.close()
         await self._remote.aclose()
 
     async def fetch_all(
@@ -99,7 +104,7 @@ class Fetcher:
             budget.take(len(data))
             return data
         if self._folder is not None and url[:5].lower() == "file:":
-            data = await self._offload.run(
+            data = await self._files.run(
                 self._max_bytes, read_file_url, url, self._folder, self._max_bytes
             )
             budget.take(len(data))
@@ -107,7 +112,7 @@ class Fetcher:
         target = parse_url(url)
         if target.scheme not in self._config.schemes:
             raise FetchError(schemes_message(self._config))
-        return await self._remote.get(target, budget.take)
+        return await self._offload.join(await self._remote.get(target, budget.take))
 
 
 def schemes_message(config: FetchConfig) -> str:

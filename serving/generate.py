@@ -24,7 +24,7 @@ class GenerateEndpoint:
     def __init__(self, served: Served) -> None:
         self._served = served
 
-    def read(self, body: bytes | bytearray) -> Ask:
+    def read(self, body: bytes) -> Ask:
         """See `serving.ask.Endpoint`."""
         asked = parse(GenerateRequest, body)
         answer_id = f"gen-{uuid.uuid4().hex}"

@@ -19,7 +19,7 @@ Url = str | memoryview
 class Lifted(NamedTuple):
     """A body in two parts."""
 
-    rest: bytes | bytearray
+    rest: bytes
     """The body, with a short URL that nobody can guess in place of each large one."""
     uris: dict[str, memoryview]
     """The large ones, by what stands in their places."""
@@ -36,7 +36,7 @@ class Lifted(NamedTuple):
         return {where: self.uris.get(url, url) for where, url in urls.items()}
 
 
-def lift(body: bytearray) -> Lifted:
+def lift(body: bytes) -> Lifted:
     """Take out strings that begin with `data:`, are long, and have nothing escaped in them but `/`,
     as PHP writes it.
 
@@ -64,7 +64,7 @@ def lift(body: bytearray) -> Lifted:
     return Lifted(b"".join([*pieces, view[copied:]]), uris)
 
 
-def _uri(body: bytearray, start: int, stop: int) -> memoryview | None:
+def _uri(body: bytes, start: int, stop: int) -> memoryview | None:
     """A string that starts here, if it is one and can be had without parsing.
 
     A quote behind a backslash is part of a string; so is any after a backslash within.

@@ -50,6 +50,7 @@ def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
             server = Server(uvicorn_config(engine, config), engine, config)
             server.run(sockets=[listener])
         finally:
+            signal.signal(signal.SIGTERM, _end)  # whoever sends another one has waited enough
             if engine.failure is not None and engine.turn_seconds:
                 _end_stuck(engine.failure)
             engine.close()

@@ -85,11 +85,11 @@ class Native:
             raise UnknownAnswer("no answer of this id is being made")
         return {"status": "ok"}
 
-    def _tokenize(self, body: bytearray) -> dict[str, Any]:
+    def _tokenize(self, body: bytes) -> dict[str, Any]:
         ids = self._encode(_read_tokenize(body))
         return {"token_ids": ids, "count": len(ids)}
 
-    def _detokenize(self, body: bytearray) -> dict[str, Any]:
+    def _detokenize(self, body: bytes) -> dict[str, Any]:
         asked = parse(DetokenizeRequest, body)
         hidden = self._tokenizer.special_ids if asked.skip_special_tokens else frozenset[int]()
         detokenizer = Detokenizer(self._tokenizer.token_bytes, hidden)
@@ -103,7 +103,7 @@ class Native:
         return [int(i) for i in ids]
 
 
-def _read_tokenize(body: bytearray) -> TokenizeRequest:
+def _read_tokenize(body: bytes) -> TokenizeRequest:
     """Read a body without the pictures in it, which nobody looks at; see `lifting`."""
     lifted = lift(body)
     asked = parse(TokenizeRequest, lifted.rest)
@@ -120,7 +120,7 @@ class _PlanEndpoint:
     def __init__(self, served: Served) -> None:
         self._chat, self._generate = ChatEndpoint(served), GenerateEndpoint(served)
 
-    def read(self, body: bytes | bytearray) -> Any:
+    def read(self, body: bytes) -> Any:
         given = read_object(body).keys()
         is_chat = "messages" in given and not given & self._GENERATE
         return (self._chat if is_chat else self._generate).read(body)

@@ -21,7 +21,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": (),
     "functions": ([],),
     "modalities": (["text"],),
+    "moderation": (),
     "prediction": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
     "reasoning_effort": (),
     "service_tier": ("auto", "default"),
     "verbosity": (),
@@ -149,7 +152,7 @@ class ChatRequest(SamplingFields):
     """Hex hash of each picture and video, a hint for routers and caches."""
 
 
-def parse_chat_request(body: bytes | bytearray) -> ChatRequest:
+def parse_chat_request(body: bytes) -> ChatRequest:
     """Read and check a request body.
 
     Raises:

@@ -2,7 +2,7 @@
 
 import asyncio
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -14,6 +14,8 @@ from serving.errors import FetchError
 from serving.gates import Gates
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+_INFLATED_BYTES = 1 << 18
+"""At once, half a millisecond of the event loop; a byte may become a thousand."""
 
 
 class Remote:
@@ -45,8 +47,8 @@ class Remote:
         self._resolvers.shutdown(wait=False, cancel_futures=True)
         await self._client.aclose()
 
-    async def get(self, target: httpx.URL, take: Callable[[int], None]) -> bytes:
-        """Get one picture.
+    async def get(self, target: httpx.URL, take: Callable[[int], None]) -> list[bytes]:
+        """Get one picture, in pieces.
 
         Args:
             target: From `parse_url`, of an allowed scheme.
@@ -66,7 +68,7 @@ class Remote:
             kind = type(e).__name__
             raise FetchError(f"host {target.host} could not be read: {kind}") from None
 
-    async def _follow(self, target: httpx.URL, take: Callable[[int], None]) -> bytes:
+    async def _follow(self, target: httpx.URL, take: Callable[[int], None]) -> list[bytes]:
         for _ in range(self._config.max_redirects + 1):
             port = target.port or _DEFAULT_PORTS[target.scheme]
             async with self._gates.passing(f"{target.host}:{port}"):
@@ -113,24 +115,26 @@ class Remote:
 
     async def _body(
         self, target: httpx.URL, response: httpx.Response, take: Callable[[int], None]
-    ) -> bytes:
+    ) -> list[bytes]:
         if response.status_code != 200:
             raise FetchError(f"host {target.host} answered {response.status_code}")
         inflate = _inflater(target.host, response.headers.get("content-encoding", "identity"))
-        body = bytearray()
+        pieces, room = list[bytes](), self._max_bytes
         async for chunk in response.aiter_raw():
-            room = self._max_bytes - len(body)
             try:
-                piece = inflate.decompress(chunk, room + 1) if inflate else chunk
+                for piece in _inflated(inflate, chunk):
+                    room -= len(piece)
+                    if room < 0:
+                        raise MediaTooLarge(
+                            f"the image at host {target.host} is larger than {self._max_bytes} "
+                            "bytes"
+                        )
+                    take(len(piece))
+                    pieces.append(piece)
+                    await asyncio.sleep(0)
             except zlib.error:
                 raise FetchError(f"host {target.host} sends gzip that is none") from None
-            if len(piece) > room:
-                raise MediaTooLarge(
-                    f"the image at host {target.host} is larger than {self._max_bytes} bytes"
-                )
-            take(len(piece))
-            body += piece
-        return bytes(body)
+        return pieces
 
 
 def parse_url(url: str) -> httpx.URL:
@@ -157,3 +161,13 @@ def _inflater(host: str, encoding: str) -> "zlib._Decompress | None":
     if encoding.lower() in ("gzip", "x-gzip"):
         return zlib.decompressobj(16 + zlib.MAX_WBITS)
     raise FetchError(f"host {host} sends content-encoding {encoding[:20]!r}; only gzip is undone")
+
+
+def _inflated(inflate: "zlib._Decompress | None", chunk: bytes) -> Iterator[bytes]:
+    """What a chunk becomes, a little at a time."""
+    if inflate is None:
+        yield chunk
+        return
+    while chunk:
+        yield inflate.decompress(chunk, _INFLATED_BYTES)
+        chunk = inflate.unconsumed_tail

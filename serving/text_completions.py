@@ -33,7 +33,7 @@ class TextEndpoint:
     def __init__(self, served: Served) -> None:
         self._served = served
 
-    def read(self, body: bytes | bytearray) -> Ask:
+    def read(self, body: bytes) -> Ask:
         """See `serving.ask.Endpoint`."""
         asked = parse_completion_request(body)
         answer_id = f"cmpl-{uuid.uuid4().hex}"

@@ -53,7 +53,7 @@ class CompletionRequest(SamplingFields):
         return tuple(p for p in self.prompt if not isinstance(p, int))
 
 
-def parse_completion_request(body: bytes | bytearray) -> CompletionRequest:
+def parse_completion_request(body: bytes) -> CompletionRequest:
     """Read and check a request body.
 
     Raises:

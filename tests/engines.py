@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import io
 import os
@@ -28,6 +29,7 @@ LOGPROB_ATOL = 1e-4
 """Of the same request served in two ways: float32 sums in other orders."""
 
 _T = TypeVar("_T")
+_shared: list[Engine] = []
 
 SMALL = {
     "max_model_len": 1024,
@@ -43,6 +45,9 @@ SMALL = {
     "progress": False,
 }
 """Little memory, few buckets, and a fault for every compile after warm-up."""
+_LOWEST_RUNG = {"qwen3_vl": 8, "qwen3_vl_moe": 8, "deepseek_vl2_mla": 8, "gemma3": 32}
+"""Of step tokens, where it is not 1: compiling is most of a cold start, and what small steps do
+otherwise than large ones is no decoder's own."""
 
 
 def cache_dir() -> str:
@@ -50,18 +55,39 @@ def cache_dir() -> str:
     return os.environ.get("JAXMM_TEST_CACHE", str(Path(tempfile.gettempdir()) / "jaxmm-tests"))
 
 
+@contextlib.contextmanager
+def alone_with(family: Family) -> Iterator[None]:
+    """Have processes that start engines of one family do so one after the other: all but the first
+    read what it compiled, where they would all compile the same."""
+    folder = Path(cache_dir())
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{family}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed
+        yield
+
+
 def make_engine(family: Family, **settings: Any) -> Engine:
     """A new engine; the caller closes it."""
     values = {**SMALL, "model": str(checkpoint(family)), "compile_cache_dir": cache_dir()}
-    return Engine(load_config(EngineConfig, None, {**values, **settings}))
+    values["buckets.min_step_tokens"] = _LOWEST_RUNG.get(family, 1)
+    config = load_config(EngineConfig, None, {**values, **settings})
+    with alone_with(family):
+        return Engine(config)
 
 
 @functools.cache
 def engine(family: Family) -> Engine:
-    """The engine with the small settings, shared by all tests; its caches may be warm."""
-    shared = make_engine(family)
-    atexit.register(shared.close)
-    return shared
+    """The engine with the small settings, shared by the tests of a file; its caches may be warm."""
+    _shared.append(make_engine(family))
+    return _shared[-1]
+
+
+@atexit.register
+def close_shared() -> None:
+    """Close the shared engines; who asks for one after that gets a new one."""
+    engine.cache_clear()
+    while _shared:
+        _shared.pop().close()
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -104,6 +130,12 @@ def logprobs(result: Result) -> np.ndarray:
     return np.array([entry.logprob for entry in result.logprobs])
 
 
+def top(result: Result) -> np.ndarray:
+    """float64[tokens, likeliest]: their log-probabilities, those asked for, in order."""
+    assert result.logprobs is not None
+    return np.array([[value for _, value in entry.top] for entry in result.logprobs])
+
+
 def in_parallel(work: Any, count: int) -> list[Any]:
     """Run `work(i)` for i below count on as many threads."""
     with ThreadPoolExecutor(count) as pool:
@@ -118,9 +150,10 @@ def solo(on: Engine, *given: Any, **fields: Any) -> Result:
 
 
 def assert_same(result: Result, expected: Result) -> None:
-    """Token ids are equal, and log-probabilities within LOGPROB_ATOL."""
+    """Token ids are equal, and log-probabilities within LOGPROB_ATOL, of the likeliest too."""
     assert result.token_ids == expected.token_ids
     np.testing.assert_allclose(logprobs(result), logprobs(expected), rtol=0, atol=LOGPROB_ATOL)
+    np.testing.assert_allclose(top(result), top(expected), rtol=0, atol=LOGPROB_ATOL)
 
 
 def png(image: Image.Image) -> bytes:

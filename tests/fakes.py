@@ -117,6 +117,8 @@ class FakeEngine:
         for step in range(sampling.max_tokens):
             if self._error is not None and step == self._error_after:
                 raise self._error
+            if self.failure is not None:
+                raise EngineStopped(str(self.failure))
             token = self._answer[step % len(self._answer)]
             last = step + 1 == sampling.max_tokens
             ends = not sampling.ignore_eos and step + 1 == len(self._answer)

@@ -40,7 +40,7 @@ def free_port() -> int:
 
 
 def pod_settings(
-    model: Path, num_processes: int, process_id: int, port: int, replicas: int = 1
+    model: Path, num_processes: int, process_id: int, port: int, replicas: int, chips: int
 ) -> dict[str, str]:
     """Settings of one process as environment variables."""
     values = (
@@ -49,7 +49,7 @@ def pod_settings(
         | {
             "model": model,
             "compile_cache_dir": cache_dir(),
-            "tensor_parallel": num_processes // replicas,
+            "tensor_parallel": num_processes * chips // replicas,
             "data_parallel": replicas,
             "coordinator": f"127.0.0.1:{port}",
             "num_processes": num_processes,
@@ -67,6 +67,7 @@ def pod(
     *,
     for_followers: Mapping[str, object] | None = None,
     replicas: int = 1,
+    chips: int = 1,
     **settings: object,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes of a pod, the leader first; what is left of them at the end is killed.
@@ -74,9 +75,10 @@ def pod(
     Args:
         model: The checkpoint.
         leader: Words after `python` for process 0; the others run `jaxmm serve`.
-        num_processes: Processes, each with one simulated chip.
+        num_processes: How many.
         for_followers: Variables of the environment of all but process 0.
         replicas: Of the model, each on as many processes.
+        chips: Of each process, simulated.
         **settings: Variables of the environment beside those of `pod_settings`.
     """
     port = free_port()
@@ -84,9 +86,10 @@ def pod(
     try:
         for process_id in range(num_processes):
             environment = os.environ | pod_settings(
-                model, num_processes, process_id, port, replicas
+                model, num_processes, process_id, port, replicas, chips
             )
-            environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+            environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+            environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={chips}"
             own = (for_followers or {}) if process_id else {}
             environment |= {key: str(value) for key, value in (settings | dict(own)).items()}
             words = leader if process_id == 0 else ["-m", "serving.cli", "serve"]

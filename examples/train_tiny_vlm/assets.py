@@ -1,6 +1,7 @@
-"""Write what the package and its tests ship beside the weights: card, sample pictures, fixed test pictures.
+"""Write what ships beside the weights: card, sample pictures, fixed test pictures.
 
-`python assets.py --model DIR --samples DIR --content DIR --results FILE` after export.py and evaluate.py --json FILE.
+After export.py and evaluate.py --json FILE:
+`python assets.py --model DIR --samples DIR --content DIR --results FILE`
 """
 
 import argparse
@@ -10,51 +11,53 @@ from pathlib import Path
 
 import batches
 import numpy as np
-import questions
 import tokenizer as tokenizer_file
 import torch
 from evaluate import table
 from export import patches
 from PIL import Image
 from samples import Sample, as_turns, clip_case, content_cases, pair_case, png, test_sample
-from scenes import Layout
+from scenes import WORDS, Layout
+from several import two_talks
 from tokenizer import dump
 
 PICTURES, PAIRS, CLIPS, SEED = 100, 12, 6, 20
 SAMPLE_SKILLS = ("read", "count", "where", "describe", "shape_colour", "follow_up")
 CARD = """# tiny_vlm
 
-A small vision-language model with the architecture of Qwen2.5-VL ({parameters} parameters, bfloat16), trained from nothing on
-drawn pictures by `examples/train_tiny_vlm`. It ships inside jaxmm so that everything answers before any
-checkpoint is downloaded, and answers from the pixels. It knows nothing of photographs.
+A small vision-language model with the architecture of Qwen2.5-VL ({parameters} parameters,
+bfloat16), trained from nothing on drawn pictures by `examples/train_tiny_vlm`. It ships inside
+jaxmm so that everything answers before any checkpoint is downloaded, and answers from the pixels.
+It knows nothing of photographs.
 {note}
-What it is trained to do: read a word or number of up to 8 characters (A-Z, 0-9), name shapes (circle, square, triangle, star,
-cross, diamond) and colours (red, green, blue, yellow, orange, purple, black, white), count up to 6 objects, say where
-something is, compare two pictures, answer a follow-up, describe a picture in one sentence, and say which way something
-moves in a short clip. Pictures from 56x56 to 672x336 pixels, letters at least 17 pixels high, objects 22 to 60
-pixels across. Words come from a list of 272;
-numbers and codes are free.
+What it is trained to do: read a word or number of up to 8 characters (A-Z, 0-9), name shapes
+(circle, square, triangle, star, cross, diamond) and colours (red, green, blue, yellow, orange,
+purple, black, white), count up to 6 objects, say where something is, compare two pictures, answer a
+follow-up, describe a picture in one sentence, and say which way something moves in a short clip.
+Pictures from 56x56 to 672x336 pixels, letters at least 17 pixels high, objects 22 to 60 pixels
+across. Words come from a list of {words}; numbers and codes are free.
 
-Exact answers on held-out pictures (drawn from other seeds than the training pictures), greedy decoding, float32 arithmetic:
+Exact answers on held-out pictures (drawn from other seeds than the training pictures), greedy
+decoding, float32 arithmetic:
 
 {table}
 
-Licence: the same as jaxmm's. The pictures were drawn by program; fonts DejaVu and Liberation were used for drawing and
-are not included.
+Licence: the same as jaxmm's. The pictures were drawn by program; fonts DejaVu and Liberation were
+used for drawing and are not included.
 """
 
 
 def ask(reference, tokenizer, encoder, pictures, turns, frames: int = 0) -> str:
-    """Greedy answer of transformers' model, with the positions of the published model (text after a clip included)."""
+    """Greedy answer of transformers' model, with the positions of the published model (text after a
+    clip included).
+    """
     h, w = pictures[0].shape[:2]
     layout = Layout(
         tuple((p.shape[1], p.shape[0]) for p in (pictures[:1] if frames else pictures)), frames
     )
     talk = [(t["question"], t["answer"], "extra") for t in turns]
     prompt = batches.build(Sample(pictures, [], []), layout, [talk], encoder, question_first=False)
-    start = (
-        prompt.labels[[n for n, l in enumerate(prompt.labels) if l[2] == len(talk) - 1][0]][0] + 1
-    )
+    start = 1 + next(at for at, _, turn in prompt.labels if turn == len(talk) - 1)
     ids, at = list(prompt.ids[:start]), [list(p) for p in prompt.at[:start]]
     t = max(1, frames // 2)
     if frames:
@@ -117,6 +120,7 @@ def write_card(args, parameters: int) -> None:
     (args.model / "README.md").write_text(
         CARD.format(
             parameters=f"{parameters / 1e6:.1f} M",
+            words=len(WORDS),
             table=table(results),
             note=f"\n{args.note}\n" if args.note else "",
         )
@@ -131,7 +135,9 @@ def fresh(folder: Path) -> Path:
 
 
 def write_content(folder: Path, answer) -> None:
-    """cases.json and its pictures: right answers, what the model answers, and its share of exact ones."""
+    """cases.json and its pictures: right answers, what the model answers, and its share of exact
+    ones.
+    """
     fresh(folder)
     rng = random.Random(SEED)
     drawn = content_cases(PICTURES, SEED)
@@ -156,7 +162,7 @@ def write_content(folder: Path, answer) -> None:
         add([pixels[n]], [name], case)
     while len(cases) < PICTURES + PAIRS:
         a, b = rng.sample(range(PICTURES), 2)
-        if questions.two_talks(random.Random(0), [drawn[a]["scene"], drawn[b]["scene"]]):
+        if two_talks(random.Random(0), [drawn[a]["scene"], drawn[b]["scene"]]):
             case = pair_case(rng, drawn[a]["scene"], drawn[b]["scene"])
             add([pixels[a], pixels[b]], [f"{a:03d}.png", f"{b:03d}.png"], case)
     for n in range(CLIPS):
@@ -169,14 +175,14 @@ def write_content(folder: Path, answer) -> None:
     dump(
         folder / "cases.json",
         {
-            "note": "answer of the last turn is the right one; expected is the model's own greedy answer in float32",
+            "note": "answer of the last turn is the right one; "
+            "expected is the model's own greedy answer in float32",
             "accuracy": round(share, 4),
             "cases": cases,
         },
     )
-    print(
-        f"content: {share:.1%} of {len(cases)} right, {sum(p.stat().st_size for p in folder.iterdir()) / 1e6:.2f} MB"
-    )
+    size = sum(p.stat().st_size for p in folder.iterdir()) / 1e6
+    print(f"content: {share:.1%} of {len(cases)} right, {size:.2f} MB")
 
 
 def write_samples(folder: Path, answer) -> None:

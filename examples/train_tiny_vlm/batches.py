@@ -1,7 +1,9 @@
-"""Turn samples into padded arrays: prompts with placeholders, M-RoPE positions, branch masks, labels. Host only.
+"""Turn samples into padded arrays: prompts with placeholders, M-RoPE positions, branch masks,
+labels. Host only.
 
-A batch has one layout of pictures. The conversations about a picture are branches: each sees the pictures and itself,
-and stands at the positions it would have alone, so one encoding of the picture teaches several first turns.
+A batch has one layout of pictures. The conversations about a picture are branches: each sees the
+pictures and itself, and stands at the positions it would have alone, so one encoding of the picture
+teaches several first turns.
 """
 
 import functools
@@ -16,13 +18,15 @@ import numpy as np
 import scenes
 from draw import BACKGROUNDS, SHAPES
 from facts import CHARS, COLOUR_NAMES, NAME_FACTS, NUMBERS, ROW_FACTS
-from questions import EXTRA, SKILLS, Talk, Turn
 from samples import Sample, make_sample
 from scenes import Layout
+from skills import EXTRA, SKILLS, Talk, Turn
 
-SKILL_INDEX = {name: i for i, name in enumerate((*SKILLS, EXTRA))}
+SKILL_NAMES = (*SKILLS, EXTRA)
+SKILL_INDEX = {name: i for i, name in enumerate(SKILL_NAMES)}
 SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-# What the training-only classifiers say of each vision row: (name, classes, weight). Class 0 is "nothing".
+# What the training-only classifiers say of each vision row: (name, classes, weight); class 0 is
+# "nothing".
 AUX = (
     ("char0", 37, 3.0),  # characters whose middle lies in the row's pixels
     ("char1", 37, 3.0),
@@ -165,7 +169,9 @@ class Prompt:
 
 
 def build(sample: Sample, layout: Layout, talks, encoder: Encoder, question_first: bool) -> Prompt:
-    """Lay out one sample. With `question_first` there is one talk, and its question stands before the pictures."""
+    """Lay out one sample. With `question_first` there is one talk, and its question stands before
+    the pictures.
+    """
     prompt = Prompt(encoder, layout, sample.scenes)
     e = encoder.encode
     prompt.text(e(SYSTEM))
@@ -190,7 +196,9 @@ def build(sample: Sample, layout: Layout, talks, encoder: Encoder, question_firs
 
 
 def pick_talks(rng: random.Random, sample: Sample, weight, most: int, longest: int) -> list[Talk]:
-    """Some conversations, by the `weight` of their last turn, within a budget of words; at times one long one."""
+    """Some conversations, by the `weight` of their last turn, within a budget of words; at times
+    one long one.
+    """
     pool = [(talk, weight(talk[-1])) for talk in sample.talks]
     chosen, budget = [], longest
     while pool and len(chosen) < most:
@@ -344,10 +352,12 @@ def cost(layout: Layout, text: int = 100) -> float:
 def page_batch(
     rng: random.Random, count: int, largest: int, asked: float = 0.5, clips: float = 0.1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pictures for the encoder alone: full pages, and some scenes as they are asked about, and pairs of frames.
+    """Pictures for the encoder alone: full pages, and some scenes as they are asked about, and
+    pairs of frames.
 
     Returns:
-        uint8 [B, frames, H, W, 3] and targets [B, rows, len(AUX) + PLACED]; about `count` times 112x112 pixels.
+        uint8 [B, frames, H, W, 3] and targets [B, rows, len(AUX) + PLACED]; about `count` times
+        112x112 pixels.
     """
     width, height = scenes.pick_size(rng, largest)
     kind = rng.random()
@@ -385,7 +395,7 @@ def train_batch(rng: random.Random, encoder: Encoder, recipe: dict, errors) -> B
 
     samples, prompts = [], []
     for _ in range(size):
-        sample = make_sample(rng, layout, recipe["text_share"], recipe["mixed"])
+        sample = make_sample(rng, layout, recipe["text_share"], recipe["mixed"], recipe["hard"])
         most = 1 if question_first else recipe["talks"]
         talks = pick_talks(rng, sample, weight, most, recipe["words"])
         samples.append(sample)

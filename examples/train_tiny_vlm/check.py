@@ -11,13 +11,16 @@ import samples
 import scenes
 import tokenizer as tokenizer_file
 import torch
+from losses import net_logits
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 TOLERANCE = 2e-4  # float32 against float32, another order of sums
 
 
 def compare(folder: Path, net, seed: int = 0) -> float:
-    """Largest difference of the logits of the label positions over several layouts, published model against lean one."""
+    """Largest difference of the logits of the label positions over several layouts, published model
+    against lean one.
+    """
     reference = Qwen2_5_VLForConditionalGeneration.from_pretrained(
         folder, dtype=torch.float32
     ).eval()
@@ -39,8 +42,6 @@ def compare(folder: Path, net, seed: int = 0) -> float:
 
 @torch.no_grad()
 def lean_logits(net, batch):
-    from train import net_logits
-
     return net_logits(net, batch)[0]
 
 

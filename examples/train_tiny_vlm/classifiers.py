@@ -1,4 +1,6 @@
-"""Linear classifiers of vision rows and of the language side's hidden states, for training only. Dropped on export."""
+"""Linear classifiers of vision rows and of the language side's hidden states, for training only.
+Dropped on export.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,9 @@ class Seen(torch.nn.Module):
         torch.nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, rows, targets):
-        """Loss, and by classifier the share of right answers among targets that are not "nothing"."""
+        """Loss, and by classifier the share of right answers among targets that are not
+        "nothing".
+        """
         logits = self.head(F.rms_norm(rows, rows.shape[-1:])).float()
         logits = logits.reshape(-1, self.head.out_features)
         *parts, placed = logits.split([*(n for _, n, _ in AUX), PLACED], dim=-1)

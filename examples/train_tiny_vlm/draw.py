@@ -1,7 +1,7 @@
 """Draw the pictures and clips that the small model learns from. Host only.
 
-A `Scene` says what is in a picture (that is what questions are made from); `render` gives its pixels. Every
-choice comes from one `random.Random`, so that a seed names a picture.
+A `Scene` says what is in a picture (that is what questions are made from); `render` gives its
+pixels. Every choice comes from one `random.Random`, so that a seed names a picture.
 """
 
 import functools
@@ -78,7 +78,9 @@ class Scene:
 
 @functools.cache
 def font_path(name: str) -> str:
-    """Find a font file by name; `apt install fonts-dejavu-extra fonts-liberation` brings all of them."""
+    """Find a font file by name; `apt install fonts-dejavu-extra fonts-liberation` brings all of
+    them.
+    """
     for folder in FONT_FOLDERS:
         for path in sorted(Path(folder).expanduser().rglob(name)):
             return str(path)
@@ -118,7 +120,9 @@ def pick_colour(rng: random.Random, background: str) -> str:
 
 
 def place(rng: random.Random, scene: Scene, size: float, box=None) -> tuple[float, float] | None:
-    """A free centre for an object of that size, or None after some tries; `box` limits it (fractions)."""
+    """A free centre for an object of that size, or None after some tries; `box` limits it
+    (fractions).
+    """
     half = size / 2 + 2
     x0, y0, x1, y1 = box or (0.0, 0.0, 1.0, 1.0)
     left, right = max(half, x0 * scene.width), min(scene.width - half, x1 * scene.width)
@@ -136,7 +140,9 @@ def place(rng: random.Random, scene: Scene, size: float, box=None) -> tuple[floa
 
 
 def add_text(rng: random.Random, scene: Scene, text: str, room=(0.0, 1.0)) -> bool:
-    """Write `text` somewhere between the given fractions of the height; False if it does not fit."""
+    """Write `text` somewhere between the given fractions of the height; False if it does not
+    fit.
+    """
     name = rng.choice(FONTS)
     spread = rng.choice((0, 0, 0, 1, 2, 3))
     top, bottom = room[0] * scene.height, room[1] * scene.height
@@ -213,7 +219,9 @@ def jitter(rng: random.Random, rgb, amount: int) -> tuple[int, int, int]:
 
 
 def render(scene: Scene, rng: random.Random) -> Image.Image:
-    """Pixels of a scene: objects drawn at double size and halved, with a soft slope of light and a little noise."""
+    """Pixels of a scene: objects drawn at double size and halved, with a soft slope of light and a
+    little noise.
+    """
     scale = 2 if scene.things else 1
     image = Image.new(
         "RGB",
@@ -251,7 +259,9 @@ def render(scene: Scene, rng: random.Random) -> Image.Image:
 
 @functools.lru_cache(maxsize=16384)
 def glyph(name: str, size: int, char: str) -> tuple[Image.Image, int, int]:
-    """Coverage of a character, and where its left top corner lies from the middle of its base line."""
+    """Coverage of a character, and where its left top corner lies from the middle of its base
+    line.
+    """
     face = font(name, size)
     left, top, right, bottom = face.getbbox(char, anchor="ms")
     mask = Image.new("L", (right - left, bottom - top))

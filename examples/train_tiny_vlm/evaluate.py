@@ -1,7 +1,10 @@
-"""Share of exactly right answers per skill on held-out pictures: `python evaluate.py --model DIR --count 200`.
+"""Share of exactly right answers per skill on held-out pictures.
 
-Greedy decoding gives the right answer exactly when each of its tokens is the likeliest one after the right tokens
-before it, so one forward pass per case is enough. `--generate N` also asks transformers' own model and `generate`.
+`python evaluate.py --model DIR --count 200`
+
+Greedy decoding gives the right answer exactly when each of its tokens is the likeliest one after
+the right tokens before it, so one forward pass per case is enough. `--generate N` also asks
+transformers' own model and `generate`.
 """
 
 import argparse
@@ -16,9 +19,9 @@ import samples
 import tokenizer as tokenizer_file
 import torch
 from batches import SKILL_INDEX
-from questions import SKILLS
+from losses import net_logits
 from safetensors.torch import load_file
-from train import net_logits
+from skills import SKILLS
 
 GROUP = 16  # cases of one layout that run together
 
@@ -94,7 +97,8 @@ def generate(folder: Path, encoder, count: int, seed: int) -> None:
     right, total = 0, 0
     for _, _, sample, layout, talk in cases(count, seed):
         if layout.frames:
-            continue  # transformers 5.3 and later place text after a clip elsewhere than the published model does
+            # transformers 5.3 and later place text after a clip elsewhere than the published model
+            continue
         content = [{"type": "image"} for _ in layout.sizes]
         messages = []
         for n, (q, a, _) in enumerate(talk):

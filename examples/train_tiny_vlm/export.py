@@ -1,4 +1,7 @@
-"""Write the trained model in the files of a published Qwen2.5-VL checkpoint: `python export.py --state DIR --out DIR`."""
+"""Write the trained model in the files of a published Qwen2.5-VL checkpoint.
+
+`python export.py --state DIR --out DIR`
+"""
 
 import argparse
 from pathlib import Path
@@ -91,7 +94,9 @@ def write(net, folder: Path, dtype=torch.bfloat16, weights: dict | None = None) 
 
 
 def patches(frames: np.ndarray) -> torch.Tensor:
-    """Published feature layout of uint8 frames [F, H, W, 3] (one frame is doubled): float32 [N, 1176]."""
+    """Published feature layout of uint8 frames [F, H, W, 3] (one frame is doubled): float32
+    [N, 1176].
+    """
     if len(frames) == 1:
         frames = np.repeat(frames, 2, axis=0)
     x = (torch.from_numpy(frames).float() / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
@@ -107,7 +112,7 @@ def main() -> None:
     args = parser.parse_args()
     state, out = Path(args.state), Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in tokenizer_file.FILES:
         (out / name).write_bytes((state / "tokenizer" / name).read_bytes())
     saved = torch.load(state / "state.pt", weights_only=False)
     write(model_file.Model(), out, weights=saved["average"])

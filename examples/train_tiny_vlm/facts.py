@@ -1,9 +1,9 @@
 """What hidden states of the language side are told in training, beside the answers. Host only.
 
-An answer is a thin signal: "left" does not say whether the objects or their places were mistaken. So linear
-classifiers, dropped on export, ask two layers for the steps in between. A vision row says which picture it is of and
-the how-manieth of its kind; the last word of "the yellow triangle" says where that is and how many there are; a
-character that is about to be read says where it stands.
+An answer is a thin signal: "left" does not say whether the objects or their places were mistaken.
+So linear classifiers, dropped on export, ask two layers for the steps in between. A vision row says
+which picture it is of and the how-manieth of its kind; the last word of "the yellow triangle" says
+where that is and how many there are; a character that is about to be read says where it stands.
 """
 
 import functools
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from draw import COLOURS, SHAPES, Scene, Thing
-from questions import Turn, plural
+from skills import Turn, plural
 
 CHARS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 COLOUR_NAMES = tuple(COLOURS)
@@ -63,7 +63,9 @@ class Words:
         self.names = functools.lru_cache(maxsize=50_000)(self._names)
 
     def _names(self, ids: tuple[int, ...]) -> list[tuple[int, Name]]:
-        """Index of each name's last token, and the name. "objects are black" is one name, "black star" is one."""
+        """Index of each name's last token, and the name. "objects are black" is one name, "black
+        star" is one.
+        """
         found = []
         for i, token in enumerate(ids):
             before = self.colours.get(ids[i - 1]) if i else None
@@ -115,7 +117,8 @@ def question_facts(ids: tuple[int, ...], scenes: list[Scene], words: Words) -> l
 
 
 def answer_facts(turn: Turn, encode, scenes: list[Scene], sizes, words: Words) -> Iterator[Fact]:
-    """Where to look for each token of an answer; the fact of index i belongs to the token before it.
+    """Where to look for each token of an answer; the fact of index i belongs to the token before
+    it.
 
     Args:
         sizes: (width, height) of each picture as the model sees it.

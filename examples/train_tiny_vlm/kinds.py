@@ -1,10 +1,12 @@
-"""What a question asks, finer than its skill: training asks more of what is answered badly, a test shows it. Host only."""
+"""What a question asks, finer than its skill: training asks more of what is answered badly, a test
+shows it. Host only.
+"""
 
 import functools
 import re
 
 from draw import COLOURS
-from questions import Turn
+from skills import Turn
 
 KINDS = {  # of a skill's patterns the first that is found in "question | answer" names the kind
     "read": {"short": r"\| .{1,3}$", "middle": r"\| .{4,5}$", "long": ""},
@@ -15,6 +17,7 @@ KINDS = {  # of a skill's patterns the first that is found in "question | answer
         "shape": "",
     },
     "count": {
+        "many": r"\| [56]$",
         "colour": f"many ({'|'.join(COLOURS)}) |objects are ({'|'.join(COLOURS)})",
         "all": "objects|shapes|things",
         "shape": "",

@@ -1,7 +1,8 @@
-"""A lean training forward of Qwen2.5-VL: one picture layout per batch, branches that share their pictures.
+"""A lean training forward of Qwen2.5-VL: one picture layout per batch, branches that share their
+pictures.
 
-The weights carry the published names (`visual.*`, `model.*`) but for q, k, v and gate, up, which are fused here and
-split by `published`. `check` proves it equal to transformers' model.
+The weights carry the published names (`visual.*`, `model.*`) but for q, k, v and gate, up, which
+are fused here and split by `published`. `check` proves it equal to transformers' model.
 """
 
 import functools
@@ -52,7 +53,9 @@ def additive(mask):
 
 @functools.lru_cache(maxsize=512)
 def vision_tables(height: int, width: int, head: int, window: int):
-    """cos, sin and window mask (None if one window holds all) for a grid of patches in 2x2-block order."""
+    """cos, sin and window mask (None if one window holds all) for a grid of patches in 2x2-block
+    order.
+    """
     rows = torch.arange(height)[:, None].expand(height, width)
     cols = torch.arange(width)[None, :].expand(height, width)
     rows, cols = (
@@ -121,7 +124,9 @@ class Vision(nn.Module):
         self.mlp0, self.mlp2 = nn.Linear(4 * width, 4 * width), nn.Linear(4 * width, out)
 
     def forward(self, pixels):
-        """pixels: uint8 [B, frames (1 for a picture, else even), H, W, 3] -> [B, rows, out], rows in the prompt's order."""
+        """pixels: uint8 [B, frames (1 for a picture, else even), H, W, 3] -> [B, rows, out], rows
+        in the prompt's order.
+        """
         b, frames, height, width, _ = pixels.shape
         gh, gw = height // 14, width // 14
         x = pixels.float().mul_(1 / 255).sub_(torch.tensor(MEAN)).div_(torch.tensor(STD))
@@ -182,15 +187,18 @@ class Model(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def see(self, pictures):
-        """Rows of all pictures of each sample, in the prompt's order; equal sizes run as one batch."""
+        """Rows of all pictures of each sample, in the prompt's order; equal sizes run as one
+        batch.
+        """
         if len(pictures) == 2 and pictures[0].shape == pictures[1].shape:
             rows = self.visual(torch.cat(pictures))
             return torch.cat(rows.chunk(2), dim=1)
         return torch.cat([self.visual(p) for p in pictures], dim=1)
 
     def forward(self, ids, positions, mask, rows, rows_at, wanted):
-        """ids [B,T]; positions [3,B,T]; mask bool [B,1,T,T]; rows [B,M,D]; rows_at: flat index of each row in B*T;
-        wanted: flat indexes whose logits are returned. Returns these, and what comes out of each layer but the last."""
+        """ids [B,T]; positions [3,B,T]; mask bool [B,1,T,T]; rows [B,M,D]; rows_at: flat index of
+        each row in B*T; wanted: flat indexes whose logits are returned. Returns these, and what
+        comes out of each layer but the last."""
         x = F.embedding(ids, self.embed)
         x = (
             x.reshape(-1, x.shape[-1])

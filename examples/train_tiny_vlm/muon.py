@@ -41,7 +41,8 @@ class Muon:
 
         Args:
             see_rate: Share of `rate` for the encoder.
-            decay: Holds norms down: a step is of fixed length, so it moves little of a matrix that has grown.
+            decay: Holds norms down: a step is of fixed length, so it moves little of a matrix that
+                has grown.
         """
         for ((rows, cols), parts), m in zip(self.stacks, self.momentum, strict=True):
             g = torch.stack([p.grad[a:b] for p, a, b in parts])

@@ -1,6 +1,7 @@
 """Samples: pictures with the conversations about them, for training and for tests. Host only.
 
-Training asks many conversations about the same pictures; a test asks one. `content_cases` gives test cases by seed.
+Training asks many conversations about the same pictures; a test asks one. `content_cases` gives
+test cases by seed.
 """
 
 import io
@@ -10,8 +11,10 @@ from dataclasses import dataclass
 import draw
 import numpy as np
 from draw import Scene
-from questions import SKILLS, Talk, clip_talks, one_talks, two_talks, where_talks
+from questions import one_talks, where_talks
 from scenes import Layout, clip_scenes, drawn_size, make_scene, pick_layout
+from several import clip_talks, two_talks
+from skills import SKILLS, Talk
 
 
 @dataclass
@@ -24,13 +27,19 @@ class Sample:
 
 
 def make_sample(
-    rng: random.Random, layout: Layout, text_share: float = 0.45, mixed: float = 0.0
+    rng: random.Random,
+    layout: Layout,
+    text_share: float = 0.45,
+    mixed: float = 0.0,
+    hard: float = 0.0,
 ) -> Sample:
     """Draw the pictures of one sample and list every conversation about them.
 
     Args:
         text_share: Pictures with text in them.
         mixed: Pictures that show several kinds of things on purpose (training only).
+        hard: Of the others, pictures that show five or six objects or a long text on purpose
+            (training only).
     """
     seed = rng.getrandbits(32)
     if layout.frames:
@@ -42,7 +51,7 @@ def make_sample(
     if len(layout.sizes) == 2 and rng.random() < 0.4:
         text_share = rng.choice((0.0, 0.0, 1.0))
     while True:
-        scenes = [make_scene(rng, size, text_share, mixed) for size in layout.sizes]
+        scenes = [make_scene(rng, size, text_share, mixed, hard) for size in layout.sizes]
         talks = one_talks(rng, scenes[0]) if len(scenes) == 1 else two_talks(rng, scenes)
         if talks:
             break
@@ -72,8 +81,8 @@ def content_cases(count: int, seed: int = 1, largest_bytes: int = 24_000) -> lis
     """Test cases about one picture each, the same for the same seed.
 
     Returns:
-        skill; png (bytes, at most `largest_bytes`: noise packs badly); turns, the last of which holds the question;
-        scene, for questions on pairs of pictures.
+        skill; png (bytes, at most `largest_bytes`: noise packs badly); turns, the last of which
+        holds the question; scene, for questions on pairs of pictures.
     """
     skills = [s for s in SKILLS if s not in ("two_pictures", "motion")]
     cases, attempt = [], seed * 1_000_003

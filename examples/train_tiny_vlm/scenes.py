@@ -1,4 +1,6 @@
-"""What pictures and clips show, drawn by chance: layouts (picture sizes), texts, objects and their places. Host only."""
+"""What pictures and clips show, drawn by chance: layouts (picture sizes), texts, objects and their
+places. Host only.
+"""
 
 import random
 from dataclasses import dataclass
@@ -25,14 +27,16 @@ STAR STATION STONE STOP STREET SUGAR SUMMER SUN SUNDAY SWIM TABLE TAXI TEA TEN T
 TICKET TIGER TIME TOWER TOWN TRAIN TREE TUNNEL TWO UNCLE VALLEY VIOLET VIOLIN VISIT VOICE WALK
 WALL WATCH WATER WAVE WEST WHEEL WHITE WIND WINDOW WINTER WOLF WOOD WORLD YACHT YARD YELLOW YES
 ZEBRA ZERO ZONE ZOO
-""".split()
+""".split()  # noqa: SIM905, a literal would take 270 lines
 LETTERS, DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789"
 CODE = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"  # where nothing else tells O from 0 and I from 1
 
 
 @dataclass
 class Layout:
-    """Sizes of the pictures of a batch in pixels (width, height), multiples of 28; `frames` > 0 for a clip."""
+    """Sizes of the pictures of a batch in pixels (width, height), multiples of 28; `frames` > 0 for
+    a clip.
+    """
 
     sizes: tuple[tuple[int, int], ...]
     frames: int = 0
@@ -107,13 +111,25 @@ def pick_text(rng: random.Random, longest: int) -> str:
     return "".join(rng.choices(pool if length > 1 else CODE, k=length))
 
 
-def text_scene(rng: random.Random, width: int, height: int, shared: float = 0.25) -> Scene:
-    """A line of text; where the picture is high enough, for a share of them with an object above or below."""
+def hard_text(rng: random.Random, longest: int) -> str:
+    """As many characters as fit, often the same ones again."""
+    return "".join(rng.choices(rng.sample(CODE, rng.randint(2, 12)), k=longest))
+
+
+def text_scene(
+    rng: random.Random, width: int, height: int, shared: float = 0.25, pick=pick_text
+) -> Scene:
+    """A line of text; where the picture is high enough, for a share of them with an object above or
+    below.
+
+    Args:
+        pick: Gives a text from the generator and the number of characters that fit.
+    """
     scene = Scene(width, height, draw.pick_background(rng))
     split = height >= 84 and rng.random() < shared
     room = rng.choice(((0.0, 0.5), (0.5, 1.0))) if split else (0.0, 1.0)
     longest = max(1, min(8, int((width - 6) / (draw.MIN_ADVANCE + 0.5))))
-    while not draw.add_text(rng, scene, pick_text(rng, longest), room):
+    while not draw.add_text(rng, scene, pick(rng, longest), room):
         longest = max(1, longest - 1)
     if split:
         add_thing(rng, scene, box=(0.0, 0.5 - room[0], 1.0, 1.0 - room[0]))
@@ -239,22 +255,24 @@ def place_name(scene: Scene, thing: Thing) -> str | None:
     return PLACES.get((zone(thing.x / scene.width), zone(thing.y / scene.height)))
 
 
-def things_scene(rng: random.Random, width: int, height: int) -> Scene:
-    """One object at a named place, one kind several times, or a mixture."""
+def things_scene(rng: random.Random, width: int, height: int, many: bool = False) -> Scene:
+    """One object at a named place, one kind several times, or a mixture; with `many` five or six,
+    as far as they fit.
+    """
     scene = Scene(width, height, draw.pick_background(rng))
     kind = rng.random()
-    if kind < 0.25:
+    if kind < 0.25 and not many:
         column, line = rng.choice(tuple(PLACES))
         box = [(LOW, MIDDLE, HIGH)[i] for i in (column, line)]
         small = draw.MIN_OBJECT if min(width, height) < 84 else None
         add_thing(rng, scene, (box[0][0], box[1][0], box[0][1], box[1][1]), size=small)
         return scene if scene.things else things_scene(rng, width, height)
-    wanted = rng.randint(1, 6)
+    wanted = rng.randint(5 if many else 1, 6)
     side = (width * height / wanted) ** 0.5
     same = kind < 0.6
     shape, colour = rng.choice(SHAPES), draw.pick_colour(rng, scene.background)
     few = rng.sample(SHAPES, 2)
-    if kind > 0.85:
+    if kind > 0.85 and not many:
         wanted = 2
     for _ in range(wanted):
         size = rng.uniform(
@@ -280,13 +298,23 @@ def mixed_scene(rng: random.Random, width: int, height: int) -> Scene:
 
 
 def make_scene(
-    rng: random.Random, size: tuple[int, int], text_share: float = 0.45, mixed: float = 0.0
+    rng: random.Random,
+    size: tuple[int, int],
+    text_share: float = 0.45,
+    mixed: float = 0.0,
+    hard: float = 0.0,
 ) -> Scene:
-    """A picture with text for `text_share` of them, else of objects; see `samples.make_sample` for `mixed`."""
+    """A picture with text for `text_share` of them, else of objects; the rest as in
+    `samples.make_sample`.
+    """
     width, height = drawn_size(rng, size)
     with_text = rng.random() < text_share
     if mixed and rng.random() < mixed:
         return text_scene(rng, width, height, 1.0) if with_text else mixed_scene(rng, width, height)
+    if hard and rng.random() < hard:
+        if with_text:
+            return text_scene(rng, width, height, pick=hard_text)
+        return things_scene(rng, width, height, many=True)
     return (text_scene if with_text else things_scene)(rng, width, height)
 
 

@@ -1,7 +1,8 @@
-"""Byte-level BPE trained on the model's own sentences, in the files and with the chat template of Qwen2.5-VL. Host only.
+"""Byte-level BPE trained on the model's own sentences, in the files and with the chat template of
+Qwen2.5-VL. Host only.
 
-Capital words and numbers are cut into single characters, so that reading is spelling; a capital that starts a word in
-small letters stays with it.
+Capital words and numbers are cut into single characters, so that reading is spelling; a capital
+that starts a word in small letters stays with it.
 """
 
 import json
@@ -12,6 +13,7 @@ import samples
 import scenes
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+FILES = ("tokenizer.json", "tokenizer_config.json")
 SPECIALS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -26,7 +28,8 @@ PATTERN = r" ?\p{Lu}?\p{Ll}+|\p{L}|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)
 VOCAB_SIZE = 1024
 TEMPLATE = (
     "{% set image_count = namespace(value=0) %}{% set video_count = namespace(value=0) %}"
-    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
+    "{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
     "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n{% else %}"
     "{% for content in message['content'] %}"
@@ -38,7 +41,8 @@ TEMPLATE = (
     "{% set video_count.value = video_count.value + 1 %}"
     "{% if add_vision_id %}Video {{ video_count.value }}: {% endif %}"
     "<|vision_start|><|video_pad|><|vision_end|>"
-    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}"
+    "<|im_end|>\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -87,18 +91,23 @@ def write(folder: Path) -> None:
     vocab = model["vocab"]
     first = len(vocab)
     added = [
-        dict(
-            id=first + i,
-            content=s,
-            single_word=False,
-            lstrip=False,
-            rstrip=False,
-            normalized=False,
-            special=True,
-        )
+        {
+            "id": first + i,
+            "content": s,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
         for i, s in enumerate(SPECIALS)
     ]
-    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
     dump(
         folder / "tokenizer.json",
         {

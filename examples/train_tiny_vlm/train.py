@@ -1,17 +1,21 @@
-"""Train the small model: `python train.py --state DIR`. Seeded, resumable, progress in DIR/log.txt.
+"""Train the small model: `python train.py --state DIR --recipe FILE`.
+
+Seeded, resumable, progress in DIR/log.txt.
 
 Two processes of one thread each work on the same weights in shared memory, each at its own pace
 with its own momentum and with no lock (Hogwild, arXiv 1106.5730): neither waits for the other where
-the machine is shared. So two runs of one seed differ a little; one process (`--processes 1`) repeats
-exactly. Matrices are moved by Muon (orthogonalised momentum), everything else by Adam; a classifier
-of each vision row, used in training only, gives the encoder a dense signal from the first step.
+the machine is shared. So two runs of one seed differ a little; one process (`--processes 1`)
+repeats exactly. Matrices are moved by Muon (orthogonalised momentum), everything else by Adam; a
+classifier of each vision row, used in training only, gives the encoder a dense signal from the
+first step.
 """
 
 import argparse
-import json
+import fcntl
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from collections import defaultdict
@@ -22,268 +26,226 @@ import kinds
 import model as model_file
 import tokenizer as tokenizer_file
 import torch
-import torch.nn.functional as F
-from batches import SKILL_INDEX
 from classifiers import Classifiers
+from losses import page_loss, talk_loss
 from muon import Muon
+from recipe import rate_at, read_recipe
+from safetensors.torch import load_file
 
 PHASES = {  # what is trained
     "pages": re.compile(r"visual\."),  # the encoder alone, on full pages
     "talks": re.compile(r"(?!visual\.)"),  # the language side alone
     "all": re.compile(""),
-}
-RECIPE = {
-    "phase": "all",
-    "steps": 16000,
-    "warm_up": 60,
-    "from": 0,
-    "decay_from": 10000,
-    "rate": 1.0,
-    "see_rate": 1.0,  # of the encoder, as a share of `rate`
-    "muon_rate": 0.02,
-    "muon_decay": 0.1,
-    "adam_rate": 0.002,
-    "average": 0.99,
-    "tokens": 4000,  # of work in a batch
-    "parts": 2,  # batches in a step
-    "kinds": [60, 34, 6],  # one picture, two, a clip
-    "largest": 1_000_000,  # pixels
-    "question_first": 0.15,  # before the pictures
-    "text_share": 0.52,  # pictures with text
-    "mixed": 0.3,  # pictures of several kinds of things on purpose
-    "talks": 5,  # conversations about the pictures of a sample
-    "words": 80,  # in them
-    "text": 130,  # tokens that they take
-    "easy": 0.05,  # weight of a question that is always answered; the share of wrong answers comes on top
-    "extra": 0.3,  # weight of questions that no test asks
-    "aux": 2.0,  # weights of what vision rows and hidden states are told
-    "facts": 2.0,
-    "placed": 120.0,
-    "pages": 16,  # beside the questions of a batch
+    "heads": re.compile("(?!)"),  # nothing but the classifiers: they are not in an exported model
 }
 
 
-def net_logits(net, batch):
-    """Logits of the positions before each label, the vision rows, and hidden states by layer."""
-    t = torch.from_numpy
-    branch = t(batch.branch)
-    length = branch.shape[1]
-    mask = (branch[:, None, :] == branch[:, :, None]) | (branch == 0)[:, None, :]
-    mask &= torch.ones(length, length, dtype=torch.bool).tril()
-    rows = net.see([t(p) for p in batch.pictures])
-    logits, hidden = net(
-        t(batch.ids), t(batch.positions), mask[:, None], rows, t(batch.rows_at), t(batch.wanted)
-    )
-    return logits, rows, hidden
+class Worker:
+    """One of the processes that train the same weights; the first also averages, saves and
+    reports.
+    """
 
+    def __init__(self, rank: int, args, recipe: dict, net, aux, shared, errors):
+        """`shared` holds the steps and samples done by all, and whether to stop; `errors` as in
+        `train_batch`.
+        """
+        self.rank, self.args, self.recipe = rank, args, recipe
+        self.net, self.aux, self.shared, self.errors = net, aux, shared, errors
+        self.state = Path(args.state)
+        self.encoder = batches.Encoder(tokenizer_file.load(self.state / "tokenizer"))
+        trained = PHASES[recipe["phase"]]
+        self.muon = Muon(net, trained)
+        own = [p for name, p in net.named_parameters() if trained.match(name)]
+        for p in net.parameters():
+            p.requires_grad_(any(p is q for q in own))
+        self.trained = [*own, *aux.parameters()]
+        self.others = [p for p in self.trained if id(p) not in self.muon.ids]
+        groups = [
+            {"params": [p for p in self.others if (id(p) in self.muon.seen) == seen], "seen": seen}
+            for seen in (False, True)
+        ]
+        groups = [group for group in groups if group["params"]]
+        self.adam = torch.optim.Adam(groups, lr=1e-3, betas=(0.9, 0.98), eps=1e-10)
+        self.average = {k: v.clone() for k, v in net.state_dict().items()}
+        self.began, self.tally = time.time(), defaultdict(list)
+        self.load()
 
-def forward_loss(net, aux, batch, recipe, seeing: bool):
-    """Loss of one batch, for each answer whether greedy decoding would give it exactly, and what classifiers get right."""
-    t = torch.from_numpy
-    logits, rows, hidden = net_logits(net, batch)
-    labels, answer = t(batch.labels), t(batch.answer)
-    each = F.cross_entropy(logits, labels, reduction="none")
-    wrong = torch.zeros(len(batch.skills), dtype=torch.long).index_add_(
-        0, answer, (logits.argmax(-1) != labels).long()
-    )
-    # half by token, half by answer, so that one-token answers (counts, sides) count as much as long ones
-    sizes = torch.bincount(answer, minlength=len(batch.skills)).float()
-    loss = 0.5 * each.mean() + 0.5 * (each / sizes[answer]).sum() / len(batch.skills)
-    told, right = aux.told(hidden, batch, recipe["placed"])
-    loss = loss + recipe["facts"] * told
-    if seeing:
-        extra, seen = aux.seen(rows, t(batch.aux))
-        loss, right = loss + recipe["aux"] * extra, right | seen
-    return loss, (wrong == 0).tolist(), right
+    def load(self) -> None:
+        """Go on from the moments and the average of a saved state; moments of another phase are of
+        other weights.
+        """
+        if not (self.state / "state.pt").exists():
+            return
+        saved = torch.load(self.state / "state.pt", weights_only=False)
+        if saved["recipe"]["phase"] == self.recipe["phase"]:
+            self.adam.load_state_dict(saved["adam"])
+            for m, s in zip(self.muon.momentum, saved["muon"], strict=True):
+                m.copy_(s)
+        self.average = saved["average"]
+        self.began -= saved["spent"]
 
+    def save(self) -> None:
+        torch.save(
+            {
+                "net": self.net.state_dict(),
+                "aux": self.aux.state_dict(),
+                "adam": self.adam.state_dict(),
+                "muon": self.muon.momentum,
+                "average": self.average,
+                "errors": self.errors,
+                "step": int(self.shared[0]),
+                "spent": time.time() - self.began,
+                "recipe": self.recipe,
+            },
+            self.state / "state.tmp",
+        )
+        (self.state / "state.tmp").replace(self.state / "state.pt")
 
-def read_recipe(path: str) -> dict:
-    return {**RECIPE, **json.loads(Path(path).read_text())}
+    def run(self) -> None:
+        """Steps until all are done or a signal says stop."""
+        last_save = last_log = time.time()
+        logged, samples = self.shared[:2].tolist()
+        while int(self.shared[0]) < self.recipe["steps"] and not self.shared[2]:
+            step = int(self.shared[0])
+            self.shared[0] += 1
+            self.recipe = read_recipe(self.args.recipe, self.args.scale)  # may have been edited
+            self.step(step)
+            if self.rank:
+                continue
+            for k, v in self.net.state_dict().items():
+                self.average[k].lerp_(v, 1 - min(self.recipe["average"], step / (step + 10)))
+            now = time.time()
+            if step >= logged + self.args.log_every * self.args.scale:
+                self.report(step, (int(self.shared[1]) - samples) / (now - last_log))
+                logged, samples, last_log = step, int(self.shared[1]), now
+            if now - last_save > 150:
+                self.save()
+                last_save = now
+        if self.rank == 0:
+            self.save()
 
+    def step(self, step: int) -> None:
+        """Gradients of a few batches, and one move of the weights."""
+        recipe = self.recipe
+        for p in self.trained:
+            p.grad = None
+        rng = random.Random(f"train {self.args.seed} {step} {self.rank}")
+        for _ in range(recipe["parts"]):
+            with torch.autocast("cpu", torch.bfloat16, enabled=not self.args.full_precision):
+                loss = self.loss(rng)
+            (loss / recipe["parts"]).backward()
+        torch.nn.utils.clip_grad_norm_([p for p in self.others if p.grad is not None], 1.0)
+        rate = rate_at(step, recipe)
+        self.muon.step(rate * recipe["muon_rate"], recipe["see_rate"], recipe["muon_decay"])
+        for group in self.adam.param_groups:
+            own_rate = rate * (recipe["see_rate"] if group["seen"] else 1.0)
+            group["lr"] = own_rate * recipe["adam_rate"]
+        self.adam.step()
 
-def rate_at(step: int, recipe: dict) -> float:
-    warm = min(1.0, max(0, step - recipe["from"] + 1) / recipe["warm_up"])
-    if step < recipe["decay_from"]:
-        return recipe["rate"] * warm
-    left = (recipe["steps"] - step) / max(1, recipe["steps"] - recipe["decay_from"])
-    return recipe["rate"] * warm * max(0.0, left)
+    def loss(self, rng: random.Random):
+        """Loss of one batch; what it got right goes to the tally, and to the errors by kind."""
+        if self.recipe["phase"] == "pages":
+            loss, count = page_loss(self.net, self.aux, rng, self.recipe, self.tally)
+            self.tally["loss"].append(loss.item())
+        else:
+            loss, count = talk_loss(
+                self.net, self.aux, self.encoder, rng, self.recipe, self.tally, self.errors
+            )
+        self.shared[1] += count
+        return loss
+
+    def report(self, step: int, speed: float) -> None:
+        """A line of the log: speed, loss, shares of right answers and facts since the last one."""
+        spent, rate = time.time() - self.began, rate_at(step, self.recipe)
+        line = (
+            f"step={step}/{self.recipe['steps']} minutes={spent / 60:.1f} "
+            f"samples_per_s={speed:.0f} rate={rate:.2f} {summary(self.tally)}"
+        )
+        self.tally.clear()
+        with open(self.state / "log.txt", "a") as f:
+            f.write(line + "\n")
+        print(line, flush=True)
 
 
 def run(rank: int, args, recipe: dict, net, aux, shared, errors) -> None:
-    """One worker. `shared` holds the steps and samples done by all, and whether to stop; `errors` as in `train_batch`."""
-    state = Path(args.state)
+    """One worker, on a core of its own where there are several."""
     torch.set_num_threads(args.threads)
     if args.processes > 1 and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    signal.signal(signal.SIGTERM, lambda *_: shared[2].fill_(1))
-    encoder = batches.Encoder(tokenizer_file.load(state / "tokenizer"))
-    trained = PHASES[recipe["phase"]]
-    muon = Muon(net, trained)
-    everything = [p for name, p in net.named_parameters() if trained.match(name)]
-    everything += aux.parameters()
-    for p in net.parameters():
-        p.requires_grad_(any(p is q for q in everything))
-    others = [p for p in everything if id(p) not in muon.ids]
-    groups = [
-        {"params": [p for p in others if (id(p) in muon.seen) == seen], "seen": seen}
-        for seen in (False, True)
-    ]
-    groups = [group for group in groups if group["params"]]
-    adam = torch.optim.Adam(groups, lr=1e-3, betas=(0.9, 0.98), eps=1e-10)
-    average, spent = {k: v.clone() for k, v in net.state_dict().items()}, 0.0
-    if (state / "state.pt").exists():
-        saved = torch.load(state / "state.pt", weights_only=False)
-        if saved["recipe"]["phase"] == recipe["phase"]:
-            adam.load_state_dict(saved["adam"])
-            for m, s in zip(muon.momentum, saved["muon"], strict=True):
-                m.copy_(s)
-        average, spent = saved["average"], saved["spent"]
-        del saved
+    stop_on_signals(shared)
+    worker = Worker(rank, args, recipe, net, aux, shared, errors)
     if args.compile:
         torch._dynamo.config.cache_size_limit = 64
         for block in (*net.layers, *net.visual.blocks):
             block.compile(dynamic=True)
-    tally, began, last_save, last_log, logged = (
-        defaultdict(list),
-        time.time() - spent,
-        time.time(),
-        time.time(),
-        int(shared[0]),
-    )
-    samples = int(shared[1])
-
-    def save():
-        torch.save(
-            {
-                "net": net.state_dict(),
-                "aux": aux.state_dict(),
-                "adam": adam.state_dict(),
-                "muon": muon.momentum,
-                "average": average,
-                "errors": errors,
-                "step": int(shared[0]),
-                "spent": time.time() - began,
-                "recipe": recipe,
-            },
-            state / "state.tmp",
-        )
-        (state / "state.tmp").replace(state / "state.pt")
-
-    while int(shared[0]) < recipe["steps"] and not shared[2]:
-        step = int(shared[0])
-        shared[0] += 1
-        if args.recipe:  # may be edited while it runs
-            recipe = read_recipe(args.recipe)
-        for p in everything:
-            p.grad = None
-        rng = random.Random(f"train {args.seed} {step} {rank}")
-        for _ in range(recipe["parts"]):
-            with torch.autocast("cpu", torch.bfloat16, enabled=not args.full_precision):
-                loss = (
-                    page_loss(net, aux, rng, recipe, tally, shared)
-                    if recipe["phase"] == "pages"
-                    else talk_loss(net, aux, encoder, rng, recipe, tally, shared, errors)
-                )
-            (loss / recipe["parts"]).backward()
-        torch.nn.utils.clip_grad_norm_([p for p in others if p.grad is not None], 1.0)
-        rate = rate_at(step, recipe)
-        muon.step(rate * recipe["muon_rate"], recipe["see_rate"], recipe["muon_decay"])
-        for group in adam.param_groups:
-            own_rate = rate * (recipe["see_rate"] if group["seen"] else 1.0)
-            group["lr"] = own_rate * recipe["adam_rate"]
-        adam.step()
-        if rank:
-            continue
-        for k, v in net.state_dict().items():
-            average[k].lerp_(v, 1 - min(recipe["average"], step / (step + 10)))
-        if step >= logged + args.log_every:
-            report(
-                state,
-                step,
-                recipe,
-                tally,
-                time.time() - began,
-                (int(shared[1]) - samples) / (time.time() - last_log),
-                rate,
-            )
-            samples, last_log, logged = int(shared[1]), time.time(), step
-        if time.time() - last_save > 150:
-            save()
-            last_save = time.time()
-    if rank == 0:
-        save()
+    worker.run()
 
 
-def talk_loss(net, aux, encoder, rng, recipe, tally, shared, errors):
-    """Loss of one batch of conversations, and of some pages that keep reading dense."""
-    batch = batches.train_batch(rng, encoder, recipe, errors)
-    seeing = recipe["phase"] == "all"
-    loss, exact, right = forward_loss(net, aux, batch, recipe, seeing)
-    shared[1] += len(batch.ids)
-    tally["loss"].append(loss.item())
-    for skill, kind, ok in zip(batch.skills, batch.kinds, exact, strict=True):
-        tally[int(skill)].append(ok)
-        tally["kind " + kinds.NAMES[kind]].append(ok)
-        errors[kind] += 0.02 * (float(not ok) - errors[kind])
-    for name, value in right.items():
-        tally["aux " + name].append(value)
-    if seeing and recipe["pages"]:
-        loss = loss + recipe["aux"] * page_loss(net, aux, rng, recipe, tally, shared)
-    return loss
+def stop_on_signals(shared) -> None:
+    """Let SIGTERM and Ctrl-C end a run after its step, with its state saved."""
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: shared[2].fill_(1))
 
 
-def page_loss(net, aux, rng, recipe, tally, shared):
-    pixels, targets = map(
-        torch.from_numpy,
-        batches.page_batch(rng, recipe["pages"], min(recipe["largest"], 224 * 224)),
-    )
-    loss, right = aux.seen(net.visual(pixels), targets)
-    for name, value in right.items():
-        if name.startswith("char") or recipe["phase"] == "pages":
-            tally["aux page_" + name].append(value)
-    if recipe["phase"] == "pages":
-        tally["loss"].append(loss.item())
-        shared[1] += len(pixels)
-    return loss
+def summary(tally) -> str:
+    """Mean loss, and percent right by skill, by classifier and by kind of question."""
+
+    def shares(prefix: str) -> str:
+        names = [key for key in sorted(tally) if key.startswith(prefix)]
+        return " ".join(f"{n.removeprefix(prefix)}={100 * mean(tally[n]):.0f}" for n in names)
+
+    parts = (f"loss={mean(tally['loss']):.3f}", *map(shares, ("skill ", "aux ", "kind ")))
+    return " | ".join(parts)
 
 
-def report(
-    state: Path, step: int, recipe: dict, tally, spent: float, speed: float, rate: float
-) -> None:
-    def mean(v):
-        return sum(v) / max(1, len(v))
+def mean(values: list) -> float:
+    return sum(values) / max(1, len(values))
 
-    names = {v: k for k, v in SKILL_INDEX.items()}
-    skills = " ".join(
-        f"{names[k]}={100 * mean(v):.0f}"
-        for k, v in sorted((k, v) for k, v in tally.items() if isinstance(k, int))
-    )
-    aux = " ".join(
-        f"{k[4:]}={100 * mean(v):.0f}" for k, v in tally.items() if str(k).startswith("aux")
-    )
-    line = (
-        f"step={step}/{recipe['steps']} minutes={spent / 60:.1f} samples_per_s={speed:.0f} rate={rate:.2f} "
-        f"loss={mean(tally['loss']):.3f} | {skills} | {aux}"
-    )
-    asked = " ".join(
-        f"{k[5:].replace(': ', '/').replace(' ', '_')}={100 * mean(v):.0f}"
-        for k, v in sorted((k, v) for k, v in tally.items() if str(k).startswith("kind"))
-    )
-    line += f" | {asked}"
-    tally.clear()
-    with open(state / "log.txt", "a") as f:
-        f.write(line + "\n")
-    print(line, flush=True)
+
+def write_tokenizer(folder: Path, exported: str | None) -> None:
+    """The tokenizer of a state: that of the model it starts from, else a new one."""
+    if folder.exists():
+        return
+    unfinished = folder.with_name("tokenizer.tmp")  # an interruption leaves no half of it
+    unfinished.mkdir(exist_ok=True)
+    if exported is None:
+        tokenizer_file.write(unfinished)
+    else:
+        for name in tokenizer_file.FILES:
+            shutil.copy(Path(exported) / name, unfinished)
+    unfinished.rename(folder)
+
+
+def hold(lock) -> None:
+    """Lock an open file for as long as it is open: two runs would overwrite each other's
+    weights.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit(f"another run holds {lock.name}; end it first") from None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--state", required=True, help="folder of checkpoint, log and tokenizer")
+    parser.add_argument(
+        "--from",
+        dest="weights",
+        metavar="DIR",
+        help="folder of export.py whose weights a new state starts from; train the heads first",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of each process")
-    parser.add_argument("--log-every", type=int, default=50)
+    parser.add_argument("--log-every", type=int, default=50, help="steps")
+    parser.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        help="of all step counts; 0.005 proves the road in minutes",
+    )
     parser.add_argument(
         "--full-precision", action="store_true", help="float32 matrix products instead of bfloat16"
     )
@@ -292,15 +254,24 @@ def main() -> None:
     )
     parser.add_argument(
         "--recipe",
+        required=True,
         help="JSON file whose values replace those of RECIPE; may be edited while it runs",
     )
     args = parser.parse_args()
-    recipe = read_recipe(args.recipe) if args.recipe else RECIPE
+    recipe = read_recipe(args.recipe, args.scale)
     os.makedirs(args.state, exist_ok=True)
-    if not (Path(args.state) / "tokenizer" / "tokenizer.json").exists():
-        tokenizer_file.write(Path(args.state) / "tokenizer")
+    with open(Path(args.state) / "lock", "w") as lock:
+        hold(lock)
+        start(args, recipe)
+
+
+def start(args, recipe: dict) -> None:
+    """Go on from the state, or begin one, until the stage is done."""
+    write_tokenizer(Path(args.state) / "tokenizer", args.weights)
     torch.manual_seed(args.seed)
     net = model_file.Model()
+    if args.weights:
+        net = model_file.from_published(load_file(Path(args.weights) / "model.safetensors"))
     aux = Classifiers(net.config["hidden_size"])
     errors = torch.full((len(kinds.NAMES),), 0.5)
     shared = torch.zeros(3, dtype=torch.long)
@@ -313,12 +284,19 @@ def main() -> None:
         aux.load_state_dict(saved["aux"])
         shared[0], errors = saved["step"], saved["errors"]
         del saved
+    train(args, recipe, net, aux, shared, errors)
+    if shared[2]:
+        raise SystemExit(f"stopped at step {int(shared[0])}; the same command goes on from there")
+
+
+def train(args, recipe: dict, net, aux, shared, errors) -> None:
+    """Run the workers to their end."""
     if args.processes == 1:
         run(0, args, recipe, net, aux, shared, errors)
         return
     for part in (net, aux, shared, errors):
         (part.share_memory_ if isinstance(part, torch.Tensor) else part.share_memory)()
-    signal.signal(signal.SIGTERM, lambda *_: shared[2].fill_(1))
+    stop_on_signals(shared)
     torch.multiprocessing.spawn(
         run, (args, recipe, net, aux, shared, errors), nprocs=args.processes
     )

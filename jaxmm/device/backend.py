@@ -18,6 +18,7 @@ from jaxmm.device import sharding
 from jaxmm.device.sharding import WHOLE
 from jaxmm.errors import ConfigError
 from jaxmm.models.config import ModelConfig
+from jaxmm.models.stored import ParameterPath
 from kernels_pallas.ragged_paged_attention.kernel import MAX_TABLE_BYTES
 from kernels_pallas.segment_attention.windows import WINDOW
 from kernels_pallas.tiling import LANES, tile_rows
@@ -32,11 +33,33 @@ class Backend:
     kernels: Literal["portable", "pallas"] = "portable"
     mesh: Mesh | None = None
     """With an axis `model`; None: one device, and nothing is said about sharding."""
+    split_encoder: bool = False
+    """The encoder's heads and MLP are split over the chips, which encode the same lane; else it is
+    whole on each, which encodes a lane of its own."""
 
     @property
     def num_shards(self) -> int:
         """Chips that heads are split over."""
         return 1 if self.mesh is None else self.mesh.shape["model"]
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes that are encoded together."""
+        return 1 if self.split_encoder else self.num_shards
+
+    @property
+    def lane_spec(self) -> PartitionSpec:
+        """How the patches of all lanes are split."""
+        return WHOLE if self.split_encoder else sharding.LANES
+
+    @property
+    def encoder_axis(self) -> str | None:
+        """Mesh axis that the encoder is split over (within `per_chip`)."""
+        return "model" if self.split_encoder else None
+
+    def param_spec(self, path: ParameterPath) -> PartitionSpec:
+        """How the parameter at a path is split."""
+        return sharding.param_spec(path, split_encoder=self.split_encoder)
 
     @property
     def devices(self) -> list[jax.Device]:
@@ -50,13 +73,15 @@ class Backend:
 
     def lane_rows(self, shape: tuple[int, ...]) -> dict[int, list[slice]]:
         """Rows of the lanes' patches that the chips of each process take, by process id."""
-        placed = self.sharding(sharding.LANES)
+        placed = self.sharding(self.lane_spec)
         assert placed is not None, "many processes have a mesh"
         rows: dict[int, list[slice]] = {}
         device: Any
         for device, block in placed.devices_indices_map(shape).items():
-            start, stop, _ = block[0].indices(shape[0])
-            rows.setdefault(device.process_index, []).append(slice(start, stop))
+            part = slice(*block[0].indices(shape[0])[:2])
+            own = rows.setdefault(device.process_index, [])
+            if part not in own:  # chips that encode the same lane
+                own.append(part)
         return rows
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding | None:
@@ -72,8 +97,8 @@ class Backend:
         )
 
     def gathered(self, rows_MX: jax.Array) -> jax.Array:
-        """The rows of all chips one below the other, on each of them (within `per_chip`)."""
-        if self.num_shards == 1:
+        """The rows of all lanes one below the other, on each chip (within `per_chip`)."""
+        if self.num_lanes == 1:
             return rows_MX
         gathered: jax.Array = jax.lax.all_gather(rows_MX, "model", tiled=True)
         return gathered
@@ -101,6 +126,7 @@ def settle_backends(
     data_parallel: int,
     model: ModelConfig,
     dtype: DTypeLike,
+    encoder_parallel: Literal["lanes", "model"] = "lanes",
 ) -> tuple[Backend, ...]:
     """Choose the implementation, and the chips of each replica.
 
@@ -110,6 +136,7 @@ def settle_backends(
         data_parallel: Replicas, each on so many chips; 0: as many as there are chips for.
         model: Its dimensions.
         dtype: Of weights, KV and arena.
+        encoder_parallel: "model": the encoder is split over the chips of a replica too.
 
     Returns:
         One for each replica; they differ in their chips alone.
@@ -118,11 +145,12 @@ def settle_backends(
         ConfigError: What was asked for cannot run here; the text says why.
     """
     chosen = _settle_kernels(kernels, model, dtype)
-    num_chips, num_replicas = _settle_chips(tensor_parallel, data_parallel, model)
+    split = encoder_parallel == "model"
+    num_chips, num_replicas = _settle_chips(tensor_parallel, data_parallel, model, split)
     if num_chips == num_replicas == 1:
         return (Backend(chosen),)
     meshes = (_mesh(num_chips, replica) for replica in range(num_replicas))
-    return tuple(Backend(chosen, mesh) for mesh in meshes)
+    return tuple(Backend(chosen, mesh, split and num_chips > 1) for mesh in meshes)
 
 
 def _settle_kernels(
@@ -198,10 +226,14 @@ def spread_kv_heads(model: ModelConfig, num_chips: int) -> ModelConfig:
     return dataclasses.replace(model, text=spread)
 
 
-def _settle_chips(tensor_parallel: int, data_parallel: int, model: ModelConfig) -> tuple[int, int]:
+def _settle_chips(
+    tensor_parallel: int, data_parallel: int, model: ModelConfig, split_encoder: bool
+) -> tuple[int, int]:
     """Chips of a replica, and replicas; what neither takes is told, or refused on a pod."""
     there = jax.device_count()
-    num_chips = tensor_parallel or most_chips(model, there // (data_parallel or 1))
+    num_chips = tensor_parallel or most_chips(
+        model, there // (data_parallel or 1), split_encoder=split_encoder
+    )
     num_replicas = data_parallel or max(1, there // num_chips)
     used = num_chips * num_replicas
     asked = f"tensor_parallel={num_chips}"
@@ -210,7 +242,7 @@ def _settle_chips(tensor_parallel: int, data_parallel: int, model: ModelConfig) 
     if used > there:
         kind = jax.devices()[0].platform
         raise ConfigError(f"{asked} and this machine has {there} {kind} device(s)")
-    for rest in rests(model, num_chips):
+    for rest in rests(model, num_chips, split_encoder=split_encoder):
         raise ConfigError(f"tensor_parallel={num_chips} does not divide the model's {rest}")
     if jax.process_count() > 1 and used != there:
         raise ConfigError(
@@ -231,15 +263,15 @@ def _settle_chips(tensor_parallel: int, data_parallel: int, model: ModelConfig) 
     return num_chips, num_replicas
 
 
-def most_chips(model: ModelConfig, num_devices: int) -> int:
+def most_chips(model: ModelConfig, num_devices: int, *, split_encoder: bool = False) -> int:
     """The most chips of those there are that a model can be split over."""
     counts = range(1, max(1, num_devices) + 1)
-    return max(n for n in counts if not any(rests(model, n)))
+    return max(n for n in counts if not any(rests(model, n, split_encoder=split_encoder)))
 
 
-def rests(model: ModelConfig, num_chips: int) -> Iterator[str]:
+def rests(model: ModelConfig, num_chips: int, *, split_encoder: bool = False) -> Iterator[str]:
     """What of a model cannot be split over so many chips."""
-    text = model.text
+    text, vision = model.text, model.vision
     if text.num_kv_heads % num_chips and num_chips % text.num_kv_heads:
         yield f"{text.num_kv_heads} KV heads, nor they it"
     for value, name in (
@@ -247,6 +279,8 @@ def rests(model: ModelConfig, num_chips: int) -> Iterator[str]:
         (text.mlp_width, "MLP channels"),
         (text.num_experts, "experts"),  # 0 without
         (text.vocab_size, "vocabulary entries"),
+        (vision.num_heads if split_encoder else 0, "encoder heads"),
+        (vision.mlp_width if split_encoder else 0, "encoder MLP channels"),
     ):
         if value % num_chips:
             yield f"{value} {name}"

@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 import jaxmm.models
 from jaxmm.device.ledger import CompileLedger, CompileRecord
+from jaxmm.device.mappings import check_mappings
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ Key = tuple[str, int]
 """Step and size."""
 
 _DIGEST_BYTES = 32
+_CHECK_EVERY = 16
+"""Executables between two looks at the mappings: counting them takes milliseconds."""
 _TRACED = ("jaxmm/device", "jaxmm/host/batch.py", "kernels_pallas")
 
 
@@ -153,6 +156,8 @@ class Executables:
         self._ledger.add(
             CompileRecord(phase="warmup", step=step, size=size, seconds=seconds, restored=restored)
         )
+        if len(self._ledger.records) % _CHECK_EVERY == 0:
+            check_mappings()
 
     def _path(self, key: Key) -> Path | None:
         if self._directory is None:

@@ -159,8 +159,8 @@ def _attend(
     q_THC = qkv_TKXC[:, :, :-2].reshape(len(qkv_TO), -1, channels)
     k_TKC, v_TKC = qkv_TKXC[:, :, -2], qkv_TKXC[:, :, -1]
     if norms is not None:
-        q_THC = rms_norm(q_THC, norms.q_C, eps).astype(qkv_TO.dtype)
-        k_TKC = rms_norm(k_TKC, norms.k_C, eps).astype(qkv_TO.dtype)
+        q_THC = rms_norm(q_THC, norms.q_C, eps)
+        k_TKC = rms_norm(k_TKC, norms.k_C, eps)
     attended_THC, pages = write_and_attend(
         rotate(q_THC, rope),
         rotate(k_TKC, rope),

@@ -19,7 +19,7 @@ def attend_images(
     rope: Rope | None,
     segment_N: Int32[Array, " N"],
     *,
-    num_heads: int,
+    channels: int,
     implementation: Implementation,
 ) -> Float[Array, "N E"]:
     """Attention of each patch over its own image.
@@ -28,11 +28,11 @@ def attend_images(
         qkv_NO: Queries, keys, values, each with its heads side by side (O = 3 E).
         rope: Positions of the patches; None: nothing is rotated.
         segment_N: Which image, never falling; -1 for padding.
-        num_heads: H.
+        channels: C, of one head.
         implementation: Of the attention.
     """
-    num_patches, channels = len(qkv_NO), _channels(qkv_NO, num_heads)
-    if implementation == "pallas" and takes_packed(num_heads, channels):
+    num_patches = len(qkv_NO)
+    if implementation == "pallas" and takes_packed(_num_heads(qkv_NO, channels), channels):
         tables = rope.whole_heads() if rope is not None else _no_turn(num_patches, channels)
         scale = kernel.query_scale(channels)
         q_HNC, k_HNC, v_HNC = rotate_packed(qkv_NO, *tables, scale=scale, heads_first=True)
@@ -42,7 +42,7 @@ def attend_images(
         return kernel.segment_attention(
             q_HNC, k_HNC, v_HNC, plan, tile=tile, block=block, side_by_side=True
         )
-    heads = _rotated(qkv_NO, num_heads, rope)
+    heads = _rotated(qkv_NO, channels, rope)
     attended_NHC = segment_attention(*heads, segment_N, implementation=implementation)
     return attended_NHC.reshape(num_patches, -1)
 
@@ -52,7 +52,7 @@ def attend_windows(
     rope: Rope,
     window_N: Int32[Array, " N"],
     *,
-    num_heads: int,
+    channels: int,
     block: int,
     implementation: Implementation,
 ) -> Float[Array, "N E"]:
@@ -62,12 +62,12 @@ def attend_windows(
         qkv_NO: Queries, keys, values, each with its heads side by side (O = 3 E).
         rope: Positions of the patches.
         window_N: Which window; none crosses a multiple of `block`; -1 for padding.
-        num_heads: H.
+        channels: C, of one head.
         block: Patches of a full window.
         implementation: Of the attention.
     """
-    channels = _channels(qkv_NO, num_heads)
-    if implementation == "pallas" and takes_packed(num_heads, channels) and block == windows.WINDOW:
+    packed = implementation == "pallas" and takes_packed(_num_heads(qkv_NO, channels), channels)
+    if packed and block == windows.WINDOW:
         scale = kernel.query_scale(channels)
         q_NX, k_NX = rotate_packed(qkv_NO, *rope.whole_heads(), scale=scale, heads_first=False)
         return windows.window_attention(
@@ -78,7 +78,7 @@ def attend_windows(
             channels=channels,
             first_value_lane=2 * q_NX.shape[1],
         )
-    heads = _rotated(qkv_NO, num_heads, rope)
+    heads = _rotated(qkv_NO, channels, rope)
     attended_NHC = window_attention(*heads, window_N, block=block, implementation=implementation)
     return attended_NHC.reshape(len(qkv_NO), -1)
 
@@ -90,15 +90,15 @@ def _no_turn(num_patches: int, channels: int) -> tuple[Float[Array, "N C"], Floa
     return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
 
 
-def _channels(qkv_NO: Float[Array, "N O"], num_heads: int) -> int:
-    return qkv_NO.shape[1] // 3 // num_heads
+def _num_heads(qkv_NO: Float[Array, "N O"], channels: int) -> int:
+    return qkv_NO.shape[1] // 3 // channels
 
 
 def _rotated(
-    qkv_NO: Float[Array, "N O"], num_heads: int, rope: Rope | None
+    qkv_NO: Float[Array, "N O"], channels: int, rope: Rope | None
 ) -> tuple[Float[Array, "N H C"], Float[Array, "N H C"], Float[Array, "N H C"]]:
     q_NHC, k_NHC, v_NHC = (
-        x_NE.reshape(len(qkv_NO), num_heads, -1) for x_NE in jnp.split(qkv_NO, 3, axis=-1)
+        x_NE.reshape(len(qkv_NO), -1, channels) for x_NE in jnp.split(qkv_NO, 3, axis=-1)
     )
     if rope is None:
         return q_NHC, k_NHC, v_NHC

@@ -32,6 +32,26 @@ def linear(
     return y_TF.astype(x_TD.dtype)
 
 
+def summed_linear(
+    x_TF: Float[Array, "T F"],
+    weight_DF: Float[Array, "D F"],
+    bias_D: Float[Array, " D"],
+    axis: str | None,
+) -> Float[Array, "T D"]:
+    """The same where each chip has some of the inputs, and the weights of those: all get the sum.
+
+    Args:
+        x_TF: This chip's inputs.
+        weight_DF: Their weights.
+        bias_D: Whole.
+        axis: Mesh axis that F is split over, within a `shard_map`; None: it is whole.
+    """
+    if axis is None:
+        return linear(x_TF, weight_DF, bias_D)
+    y_TD = lax.psum(linear(x_TF, weight_DF), axis)
+    return (y_TD + bias_D.astype(jnp.float32)).astype(x_TF.dtype)
+
+
 def _weight_left(x_TD: Array, weight_FD: Array) -> Array:
     # The barriers keep XLA from folding the transposes into the product, which would swap its
     # operands again.

@@ -18,7 +18,7 @@ from jaxmm.device.executables import Key, Lower
 from jaxmm.device.kv import KV_POOL, pool_shape
 from jaxmm.device.lane import Lane
 from jaxmm.device.sampling import init_state
-from jaxmm.device.sharding import LANES, WHOLE, param_spec
+from jaxmm.device.sharding import WHOLE
 from jaxmm.host.batch import StepLayout
 from jaxmm.host.grammar import mask_words
 from jaxmm.models import family_module
@@ -67,7 +67,7 @@ class Lowering:
         self._sizes = sizes
         self._backend = backend
         self.params: steps.Params = param_shapes(
-            model, dtype, lambda path: backend.sharding(param_spec(path))
+            model, dtype, lambda path: backend.sharding(backend.param_spec(path))
         )
         self._twin = twin_shapes(self.params["text"]) if twin else None
         pool = pool_shape(model.text, sizes.num_pages, sizes.page_size, backend)
@@ -91,7 +91,10 @@ class Lowering:
         self._encoder = nnx.graphdef(
             nnx.eval_shape(
                 lambda: vision.VisionEncoder(
-                    model.vision, implementation=backend.kernels, dtype=dtype
+                    model.vision,
+                    implementation=backend.kernels,
+                    axis=backend.encoder_axis,
+                    dtype=dtype,
                 )
             )
         )
@@ -130,9 +133,9 @@ class Lowering:
         )
 
     def encode(self, rung: int) -> jax.stages.Lowered:
-        """Lower the encode step of a bucket of patches, so many on each chip."""
-        vision, num_patches = self._vision, rung * self._backend.num_shards
-        shape = partial(self._shape, num_patches, spec=LANES)
+        """Lower the encode step of a bucket of patches, so many in each lane."""
+        vision, num_lanes = self._vision, self._backend.num_lanes
+        shape = partial(self._shape, rung * num_lanes, spec=self._backend.lane_spec)
         patches = shape(vision.patch_values, dtype=jnp.uint8)
         lane = Lane(
             patches_NU=patches,
@@ -142,7 +145,7 @@ class Lowering:
             segment_N=shape(),
             window_N=shape() if vision.window_patches else None,
             size_N2=shape(2) if vision.position_side else None,
-            slot_M=self._shape(lane_rows(rung, vision) * self._backend.num_shards),
+            slot_M=self._shape(lane_rows(rung, vision) * num_lanes),
         )
         return steps.encode_step.lower(
             self._encoder, self._backend, self.params["vision"], self.arena, lane

@@ -8,10 +8,16 @@ from jaxtyping import Array, Float
 def rms_norm(
     x_TD: Float[Array, "*T D"], scale_D: Float[Array, " D"], eps: float
 ) -> Float[Array, "*T D"]:
-    """x over its root mean square, times a scale (arXiv:1910.07467), in the dtype of x."""
+    """x over its root mean square, times a scale (arXiv:1910.07467), in the dtype of x.
+
+    Rounded before a scale of that dtype, as Llama's and Qwen's norms are, and behind one that is
+    float32, as Gemma's.
+    """
     wide_TD = x_TD.astype(jnp.float32)
     square_T1 = jnp.mean(wide_TD * wide_TD, axis=-1, keepdims=True)
-    return (wide_TD * lax.rsqrt(square_T1 + eps)).astype(x_TD.dtype) * scale_D
+    normed_TD = wide_TD * lax.rsqrt(square_T1 + eps)
+    product = jnp.promote_types(x_TD.dtype, scale_D.dtype)
+    return (normed_TD.astype(product) * scale_D).astype(x_TD.dtype)
 
 
 def layer_norm(
@@ -31,6 +37,5 @@ def layer_norm(
 def offset_rms_norm(
     x_TD: Float[Array, "*T D"], offset_D: Float[Array, " D"], eps: float
 ) -> Float[Array, "*T D"]:
-    """`rms_norm` whose scale is 1 plus a weight, multiplied before the result is rounded."""
-    wide_TD = x_TD.astype(jnp.float32)
-    return rms_norm(wide_TD, 1.0 + offset_D.astype(jnp.float32), eps).astype(x_TD.dtype)
+    """`rms_norm` whose scale is 1 plus a weight, in float32."""
+    return rms_norm(x_TD, 1.0 + offset_D.astype(jnp.float32), eps)

@@ -17,7 +17,7 @@ from jaxmm.device.lane import Lane
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.device.lowering import PRIME_IDS, SCORE_ROWS, UPLOAD_ROWS, Lowering
 from jaxmm.device.sampling import Sampled
-from jaxmm.device.sharding import LANES, WHOLE, param_spec
+from jaxmm.device.sharding import WHOLE
 from jaxmm.host.batch import StepBatch, StepLayout
 from jaxmm.host.lanes import EncodeBatch
 from jaxmm.models.config import ModelConfig
@@ -125,13 +125,14 @@ class Runner:
         return self._executables.is_ready((step, size))
 
     def encode(self, lanes: EncodeBatch) -> None:
-        """Encode a lane on each chip into the arena."""
-        run = self._executables["encode", len(lanes.patches) // self.backend.num_shards]
-        patches = self._put(lanes.patches, LANES)
+        """Encode all lanes into the arena."""
+        spec = self.backend.lane_spec
+        run = self._executables["encode", len(lanes.patches) // self.backend.num_lanes]
+        patches = self._put(lanes.patches, spec)
         # without video the second frames are never read: no second array crosses
-        later = patches if lanes.later is None else self._put(lanes.later, LANES)
+        later = patches if lanes.later is None else self._put(lanes.later, spec)
         coords, segment, window, sizes = self._put(
-            (lanes.coords, lanes.segment, lanes.window, lanes.sizes), LANES
+            (lanes.coords, lanes.segment, lanes.window, lanes.sizes), spec
         )
         any_later, slots = self._put((np.bool_(lanes.later is not None), lanes.slots))
         placed = Lane(patches, later, any_later, coords, segment, window, sizes, slots)
@@ -219,7 +220,7 @@ class Runner:
 
     def param_sharding(self, path: ParameterPath) -> NamedSharding | None:
         """Where the parameter at a path lies; None: on the one device."""
-        return self.backend.sharding(param_spec(path))
+        return self.backend.sharding(self.backend.param_spec(path))
 
 
 def _wiring(backend: Backend) -> list[int]:

@@ -21,7 +21,6 @@ MESH_AXIS = {
 WHOLE = PartitionSpec()
 """On every chip, whole."""
 
-
 LANES = PartitionSpec("model")
 """What a chip encodes: of several lanes behind each other each chip has one."""
 
@@ -39,9 +38,12 @@ def spec_of(letters: str) -> PartitionSpec:
     return PartitionSpec(*axes)
 
 
-def param_spec(path: tuple[str | int, ...]) -> PartitionSpec:
+def param_spec(path: tuple[str | int, ...], *, split_encoder: bool = False) -> PartitionSpec:
     """How the parameter at a path such as `("text", "layers", 0, "qkv_OD")` is split.
 
-    The encoder is whole on every chip, and every chip encodes a lane of its own.
+    Args:
+        path: Its place in the nested dict of all parameters.
+        split_encoder: False: the encoder is whole on every chip, each with a lane of its own.
     """
-    return spec_of(str(path[-1]).rpartition("_")[2]) if path[0] == "text" else WHOLE
+    split = split_encoder or path[0] == "text"
+    return spec_of(str(path[-1]).rpartition("_")[2]) if split else WHOLE

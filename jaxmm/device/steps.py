@@ -27,12 +27,16 @@ from jaxmm.device.sampling import (
     remember,
     sample_rows,
 )
-from jaxmm.device.sharding import LANES, WHOLE
+from jaxmm.device.sharding import WHOLE
 from jaxmm.host.batch import FLOAT_FIELDS, StepLayout
 from kernels_pallas.ragged_paged_attention import Ragged
 from kernels_pallas.scatter_rows import write_rows
 
 Params = Mapping[str, Any]
+
+MAX_GATHERED_ROWS = 16384
+"""Rows of all lanes that are gathered at once: 64 KiB of slots, 0.1 to 0.5 GB of rows."""
+ROW_ALIGN = 64
 
 MAX_SAMPLE_GROUP = 16
 PALLAS_SAMPLE_GROUP = 128
@@ -46,7 +50,7 @@ def _encode_step(
     arena: Float[Array, "R ..."],
     lane: Lane,
 ) -> Float[Array, "R ..."]:
-    """Encode packed images into the arena, on each chip a lane of its own.
+    """Encode packed images into the arena: on each chip a lane, or one on all of them.
 
     Static: encoder, backend. Donated: arena. Bucketed: N, the patches of all lanes.
     Every chip gets the rows of all of them, since it has the whole arena. The arena's last row
@@ -55,14 +59,48 @@ def _encode_step(
 
     def encode(params: Params, arena: Array, lane: Lane) -> Array:
         vision = nnx.merge(encoder, params)
-        rows_MX = backend.gathered(vision(lane))
+        rows_MX = vision(lane)
         with jax.named_scope("arena"):
-            return write_rows(arena, rows_MX, lane.slot_M, implementation=backend.kernels)
+            return _write_gathered(backend, arena, rows_MX, lane.slot_M)
 
     present = {name for name, x in lane._asdict().items() if x is not None}
-    specs: dict[str, Any] = {name: LANES if "_N" in name else WHOLE for name in present}
-    per_chip = backend.per_chip(encode, (WHOLE, WHOLE, lane._replace(**specs)), WHOLE)
+    lanes = backend.lane_spec
+    specs: dict[str, Any] = {name: lanes if "_N" in name else WHOLE for name in present}
+    weights = jax.tree.map_with_path(
+        lambda path, _: backend.param_spec(("vision", *(key.key for key in path))), params
+    )
+    per_chip = backend.per_chip(encode, (weights, WHOLE, lane._replace(**specs)), WHOLE)
     return per_chip(params, arena, lane)
+
+
+def _write_gathered(
+    backend: Backend,
+    arena: Float[Array, "R ..."],
+    rows_MX: Float[Array, "M X"],
+    slot_Y: Int32[Array, " Y"],
+) -> Float[Array, "R ..."]:
+    """Write the rows of all lanes into the arena of each chip, a piece of every lane at a time.
+
+    All rows of many chips would take gigabytes, and their slots all of a core's scalar memory.
+
+    Args:
+        rows_MX: Of this chip's lane.
+        slot_Y: Where each row of all lanes goes, lane after lane.
+    """
+    num_rows, num_lanes = len(rows_MX), backend.num_lanes
+    slot_LM = slot_Y.reshape(num_lanes, num_rows)
+    piece = max(ROW_ALIGN, MAX_GATHERED_ROWS // num_lanes // ROW_ALIGN * ROW_ALIGN)
+    if num_rows <= piece:
+        rows_YX = backend.gathered(rows_MX)
+        return write_rows(arena, rows_YX, slot_Y, implementation=backend.kernels)
+
+    def write(i: Int32[Array, ""], arena: Array) -> Array:
+        start = jnp.minimum(i * piece, num_rows - piece)  # the last one writes some rows again
+        rows_YX = backend.gathered(lax.dynamic_slice_in_dim(rows_MX, start, piece))
+        slot_Y = lax.dynamic_slice_in_dim(slot_LM, start, piece, axis=1).reshape(-1)
+        return write_rows(arena, rows_YX, slot_Y, implementation=backend.kernels)
+
+    return lax.fori_loop(0, -(-num_rows // piece), write, arena)
 
 
 def _upload_step(

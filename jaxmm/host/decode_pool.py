@@ -200,8 +200,10 @@ class DecodePool:
         self, task: dict[str, Any], data: bytes, patience: "_Patience"
     ) -> tuple[dict[str, Any], npt.NDArray[np.uint8]]:
         """Have a worker process a file; its answer, and the patches."""
-        kind = "picture" if "image" in task else "video"
-        offence = json.dumps(task).encode(), data
+        is_picture = "image" in task
+        kind = "picture" if is_picture else "video"
+        # the limits of its size change nothing about decoding a picture; frames are another matter
+        offence = b"image" if is_picture else json.dumps(task).encode(), data
         self._quarantine.check(*offence)
         worker = self._idle.get()
         try:

@@ -34,7 +34,7 @@ class SchedulerConfig:
     max_sessions: int = 64
     """Conversations that keep something."""
     max_kept_bytes: int = 1 << 30
-    """Of the processed pictures that they keep."""
+    """Of the processed pictures and videos that they keep."""
     whole_items: bool = False
     """The model attends both ways inside an item: no chunk may end there."""
 

@@ -1,4 +1,4 @@
-"""What open conversations keep: prefixes that are not evicted, and processed pictures; both within
+"""What open conversations keep: prefixes that are not evicted, and processed media; both within
 bounds, and given up for work. Host only.
 
 A pin is weaker than a lock. Pages of a pinned prefix go after all that is merely cached, but they
@@ -20,6 +20,8 @@ from jaxmm.host.prefix_key import PrefixKey
 class _Pin(NamedTuple):
     node: Node
     expires_at: float
+    num_bytes: int
+    """Of its processed pictures, at the end of its turn."""
 
 
 class Pins:
@@ -40,7 +42,7 @@ class Pins:
             cache: Whose nodes are pinned.
             max_pages: Pages that all pins hold together at most.
             max_count: Conversations at most, at least one.
-            max_bytes: Of processed pictures, all conversations together.
+            max_bytes: Of processed pictures and videos, all conversations together.
             clock: Seconds.
         """
         self._cache = cache
@@ -49,6 +51,7 @@ class Pins:
         self._max_bytes = max_bytes
         self._clock = clock
         self._pins: OrderedDict[Keep, _Pin] = OrderedDict()  # oldest use first
+        self._num_bytes = 0
         self._next_expiry = math.inf
 
     def __len__(self) -> int:
@@ -73,10 +76,13 @@ class Pins:
         node = self._cache.match(PrefixKey(key.cache_ids[:bound], key.marks, key.salt)).node
         self._cache.pin(node)
         self._unpin(keep)
-        self._pins[keep] = _Pin(node, self._clock() + keep.seconds)
-        self._note_expiry()
-        if keep.num_bytes > self._max_bytes:
+        num_bytes = keep.num_bytes
+        if num_bytes > self._max_bytes:
             keep.release()
+            num_bytes = 0
+        self._pins[keep] = _Pin(node, self._clock() + keep.seconds, num_bytes)
+        self._num_bytes += num_bytes
+        self._note_expiry()
         while len(self._pins) > 1 and self._beyond_bounds():
             self.release_oldest()
 
@@ -109,12 +115,13 @@ class Pins:
         pin = self._pins.pop(keep, None)
         if pin is not None:
             self._cache.unpin(pin.node)
+            self._num_bytes -= pin.num_bytes
 
     def _beyond_bounds(self) -> bool:
         return (
             self._cache.num_pinned > self._max_pages
             or len(self._pins) > self._max_count
-            or sum(keep.num_bytes for keep in self._pins) > self._max_bytes
+            or self._num_bytes > self._max_bytes
         )
 
     def _note_expiry(self) -> None:

@@ -1,7 +1,8 @@
 """Where items stand in a prompt: expanding placeholders, writing sentinels. Host only.
 
 Two conventions: one placeholder for each item (`expand_slots`), or spans that are there already,
-found by their markers (`find_spans`). No function touches its input.
+found by their markers (`find_spans`) and folded to one placeholder each, so that only one rule
+expands. No function touches its input.
 """
 
 import dataclasses
@@ -153,6 +154,35 @@ def find_spans(ids: npt.NDArray[np.integer], start_id: int, end_id: int) -> Offs
             "a start marker stands right before its end marker; no token between"
         )
     return tuple(map(Span, starts.tolist(), stops.tolist()))
+
+
+def fold_expanded(
+    ids: npt.NDArray[np.integer], start_id: int, end_id: int, *placeholder_ids: int
+) -> tuple[Ids, Ids]:
+    """Undo an expansion: one placeholder where anything with some stands between two markers.
+
+    Args:
+        ids: int[T], expanded. A pair of markers may hold others, as a video's holds its steps'.
+        start_id: Marker before an item.
+        end_id: Marker behind it.
+        placeholder_ids: Of any of the kinds.
+
+    Returns:
+        int64 ids, and int64 slots: the index of every placeholder in them.
+
+    Raises:
+        PlaceholderError: Markers that do not pair.
+    """
+    folded = np.array(ids, np.int64)
+    stays = np.ones(folded.size, bool)
+    for start, stop in find_spans(folded, start_id, end_id):
+        inside = folded[start:stop]
+        kinds = inside[np.isin(inside, placeholder_ids)]
+        if kinds.size:
+            folded[start] = kinds[0]
+            stays[start + 1 : stop] = False
+    folded = folded[stays]
+    return folded, np.flatnonzero(np.isin(folded, placeholder_ids))
 
 
 def build_prompt(

@@ -18,7 +18,7 @@ from jaxmm.host.decodes import Decodes, Done, Found, Gone, wait
 from jaxmm.host.embedded import RowForm, read_embeddings
 from jaxmm.host.identity import caller_identity, parse_caller_hashes, sentinels_for
 from jaxmm.host.item import Item, Modality, Prompt, mark_of
-from jaxmm.host.kept import KeptPicture
+from jaxmm.host.kept import KeptMedium
 from jaxmm.host.media import Limits, read_content, read_source
 from jaxmm.host.media_map import Known, KnownClip, clip_key, media_key
 from jaxmm.host.placeholders import build_prompt, check_slots, unfold
@@ -85,7 +85,7 @@ class Preparer:
 
         Args:
             images: Encoded bytes, paths, PIL images, uint8[H, W, 3] arrays, `Embeddings`, or a
-                `KeptPicture` of any of these.
+                `KeptMedium` of any of these.
             min_pixels: Lower pixel limit of this request, within the server's.
             max_pixels: Upper pixel limit of this request, within the server's.
             mm_hashes: Caller's hex hashes, one for each picture.
@@ -138,7 +138,7 @@ class Preparer:
 
         Args:
             videos: Encoded bytes, paths, or frames: lists of picture sources, or arrays
-                uint8[T, H, W, 3].
+                uint8[T, H, W, 3]; or a `KeptMedium` of any of these.
             fps: Frames of each second to look at, None for the server's; of a list of frames, how
                 many a second they are.
             num_frames: Frames to look at in all, instead of `fps`.
@@ -159,11 +159,11 @@ class Preparer:
         clips: list[PreparedClip] = []
         for index, source in enumerate(videos):
             with _naming("video", index, len(videos)):
-                content, key = self._read_clip(source, video, task, salt)
-                started.append(self._decodes.find(key, content, task, gone))
+                started.append(self._start_clip(source, video, task, salt, gone))
         for index, (begun, caller_hash) in enumerate(zip(started, hashes, strict=True)):
             with _naming("video", index, len(videos)):
                 found = wait(begun) if isinstance(begun, Future) else begun
+                _keep(videos[index], found, task)
             clips.append(_clip(found, video, caller_hash, salt))
         return tuple(clips)
 
@@ -191,11 +191,13 @@ class Preparer:
             MediaError: The video cannot be used, or is not the items': it has changed.
         """
         video, task = self._wish(fps, num_frames, max_pixels)
-        content, key = self._read_clip(source, video, task, salt)
-        known, features, _ = wait(self._decodes.decode(key, content, task, gone))
+        content, key = self._read_clip(_sent(source), video, task, salt)
+        found = wait(self._decodes.decode(key, content, task, gone))
+        known, features, _ = found
         same = isinstance(known, KnownClip) and known.identities == tuple(i.identity for i in items)
         if not same or features is None:
             raise MediaError("the video has changed since its request came; send it again")
+        _keep(source, found, task)
         return list(features.reshape(len(items), -1, features.shape[1]))
 
     def load_features(
@@ -227,15 +229,13 @@ class Preparer:
             MediaError: The picture cannot be used, or is not the item's: it has changed.
         """
         pixels = self._processor.limits(min_pixels, max_pixels, num_images=num_images)
-        data = source.source if isinstance(source, KeptPicture) else source
-        content = read_content(data, self._limits)
+        content = read_content(_sent(source), self._limits)
         key = media_key(content, self._processor.fingerprint, pixels, salt)
         found = wait(self._decodes.decode(key, content, pixels, gone))
         known, features, _ = found
         if known != Known(item.identity, item.grid_thw, item.num_rows) or features is None:
             raise MediaError("the picture has changed since its request came; send it again")
-        if isinstance(source, KeptPicture):
-            source.take(found, pixels)
+        _keep(source, found, pixels)
         return features
 
     def prompt(
@@ -322,21 +322,39 @@ class Preparer:
         for index, begun in enumerate(started):
             with _naming("image", index, len(images)):
                 one = wait(begun) if isinstance(begun, Future) else begun
-                if isinstance(image := images[index], KeptPicture):
-                    image.take(one, pixels)
+                _keep(images[index], one, pixels)
                 found.append(one)
         return found
 
     def _start(
         self, image: Any, pixels: tuple[int, int], salt: str, gone: Gone | None
     ) -> Found | Future[Done]:
-        if isinstance(image, KeptPicture):
+        if isinstance(image, KeptMedium):
             return image.kept(pixels) or self._start(image.source, pixels, salt, gone)
         if isinstance(image, Embeddings):
             return read_embeddings(image, self._row_form)
         content = read_content(image, self._limits)
         key = media_key(content, self._processor.fingerprint, pixels, salt)
         return self._decodes.find(key, content, pixels, gone)
+
+    def _start_clip(
+        self, source: Any, video: VideoProcessor, task: ClipTask, salt: str, gone: Gone | None
+    ) -> Found | Future[Done]:
+        if isinstance(source, KeptMedium) and (found := source.kept(task)):
+            return found
+        content, key = self._read_clip(_sent(source), video, task, salt)
+        return self._decodes.find(key, content, task, gone)
+
+
+def _sent(source: Any) -> Any:
+    """A picture or video as its caller sent it."""
+    return source.source if isinstance(source, KeptMedium) else source
+
+
+def _keep(source: Any, found: Found, limits: tuple[int, int] | ClipTask) -> None:
+    """Keep what was found, if it is a conversation's."""
+    if isinstance(source, KeptMedium):
+        source.take(found, limits)
 
 
 @contextlib.contextmanager

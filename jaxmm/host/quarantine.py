@@ -10,7 +10,7 @@ from jaxmm.errors import MediaError
 
 
 class Quarantine:
-    """Remembers such files, and what was asked of them, by SHA-256; thread-safe.
+    """Remembers such files, and what a caller asked of them, by SHA-256; thread-safe.
 
     A process is replaced in a fraction of a second, so that one bad file costs little; the same
     file sent over and over would cost a process each time. It is forgotten after a while, because
@@ -40,7 +40,7 @@ class Quarantine:
         """Let a file pass.
 
         Args:
-            task: What is asked of it.
+            task: What is asked of it, as far as it changes what decoding takes.
             data: Its bytes.
 
         Raises:

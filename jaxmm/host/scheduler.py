@@ -118,25 +118,35 @@ class Scheduler:
             for i in sequence.items_after(cached)
             if RowKey.of(sequence.prompt.items[i], sequence.salt) in self._arena
         )
-        taken = len(self._running) + len(self._waiting)
-        return Offer(cached + rows, self.num_ahead, taken >= self.config.max_running)
+        return Offer(cached + rows, self.num_ahead, self._is_full)
 
     def offer_rows(self, items: Several[Item], salt: str) -> Offer:
         """What there is for items that shall be encoded and compared; changes nothing."""
         rows = sum(item.num_rows for item in items if RowKey.of(item, salt) in self._arena)
-        return Offer(rows, self.num_ahead, is_full=False)
+        return Offer(rows, self.num_ahead, self._is_full)
+
+    @property
+    def _is_full(self) -> bool:
+        taken = len(self._running) + len(self._waiting) + len(self.scorings)
+        return taken >= self.config.max_running
 
     @property
     def num_ahead(self) -> int:
         """Tokens still to compute for what has been added: prompts, and a bounded part of output,
-        whose length is not known."""
+        whose length is not known; of videos that are scored, rows still to encode as well."""
         unfinished = [s for siblings in self._requests.values() for s in siblings]
         prompts = sum(
             max(0, s.extend_stop - s.num_computed) if s.status is Status.RUNNING else s.num_known
             for s in unfinished
         )
         expected = self.config.reserve_tokens
-        return prompts + sum(min(expected, s.max_output - s.num_sampled) for s in unfinished)
+        outputs = sum(min(expected, s.max_output - s.num_sampled) for s in unfinished)
+        return prompts + outputs + self.scorings.num_ahead
+
+    def expected_tokens(self, sequence: Sequence) -> int:
+        """What a sequence that has not been added would add to `num_ahead`."""
+        output = output_limit(sequence, self.config, self._pool)
+        return sequence.prompt.num_tokens + min(self.config.reserve_tokens, output)
 
     def add(self, *sequences: Sequence) -> None:
         """Queue sequences, all or none: the `n` completions of one request together.
@@ -180,8 +190,12 @@ class Scheduler:
         )
         self._plan_decodes(draft)
         self._plan_chunks(draft)
-        self.scorings.plan(draft)
-        self._plan_admissions(draft)
+        if self.counters.plans % 2:  # they take turns at what is left of the patches
+            self._plan_admissions(draft)
+            self.scorings.plan(draft)
+        else:
+            self.scorings.plan(draft)
+            self._plan_admissions(draft)
         self._extended = [chunk.sequence for chunk in draft.extends]
         plan = draft.build()
         if plan is not None:
@@ -221,18 +235,22 @@ class Scheduler:
         assert sequence.status is Status.FINISHED, "a running sequence has its pages locked"
         self.pins.keep(keep, sequence.prefix_key(sequence.num_known))
 
-    def provide_features(self, sequence: Sequence, item_index: int, item: Item) -> None:
-        """Answer one of `Plan.missing_features`, for all sequences of the same request.
+    def provide_features(self, sequence: Sequence, first: int, items: Several[Item]) -> None:
+        """Answer `Plan.missing_features`, for all sequences of the same request.
 
         Args:
-            item: The same item with `features` or `embeddings`.
+            sequence: One of them.
+            first: Index of the first item that is answered.
+            items: It and those after it, the same as before with `features` or `embeddings`.
         """
+        here = slice(first, first + len(items))
         for sibling in self._requests.get(sequence.request_id, ()):
-            items = list(sibling.prompt.items)
-            assert items[item_index].identity == item.identity, "features of another item"
-            items[item_index] = item
-            sibling.prompt = dataclasses.replace(sibling.prompt, items=tuple(items))
-            sibling.missing.discard(item_index)
+            known = list(sibling.prompt.items)
+            same = [item.identity for item in known[here]] == [item.identity for item in items]
+            assert same, "features of another item"
+            known[here] = items
+            sibling.prompt = dataclasses.replace(sibling.prompt, items=tuple(known))
+            sibling.missing.difference_update(range(here.start, here.stop))
             if not sibling.missing:
                 self._waiting.unpark(sibling)
 

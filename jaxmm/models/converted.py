@@ -48,6 +48,11 @@ def is_converted(directory: Path) -> bool:
     return (directory / DESCRIPTION).exists()
 
 
+def converted_digest(directory: Path) -> str:
+    """Digest of the weights that `convert` wrote."""
+    return str(read_json(directory / DESCRIPTION).get("digest"))
+
+
 def convert(source: Path, out: str | Path, dtype: str = "auto", *, progress: bool = True) -> None:
     """Write a Hugging Face checkpoint as one that is restored by parts.
 
@@ -72,7 +77,7 @@ def convert(source: Path, out: str | Path, dtype: str = "auto", *, progress: boo
     _copy_small_files(source, target, tied=config.text.tied)
     with open_params(source, config, np.float32) as table:
         wanted = np.dtype(_files_dtype(table) if dtype == "auto" else dtype)
-        _save(
+        digest = _save(
             target / _WEIGHTS,
             [_cast(stored, parameter_dtype(stored.parameter, wanted)) for stored in table],
             progress,
@@ -82,6 +87,7 @@ def convert(source: Path, out: str | Path, dtype: str = "auto", *, progress: boo
         "weights": _WEIGHTS,
         "dtype": wanted.name,
         "table": table_digest(stored.parameter for stored in table),
+        "digest": digest,
     }
     (target / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
 
@@ -177,7 +183,7 @@ def parameter_name(path: ParameterPath) -> str:
 def table_digest(table: Iterable[Parameter]) -> str:
     """What must be equal for weights to be what the steps expect: names, shapes and their make."""
     made = [
-        (parameter_name(p.path), p.shape, [t.name for t in p.tensors], p.groups, p.new_axis)
+        (parameter_name(p.path), p.shape, [t.name for t in p.tensors], p.groups, p.parts)
         for p in table
     ]
     return hashlib.sha256(json.dumps(made).encode()).hexdigest()
@@ -255,6 +261,8 @@ class _StoredHandler(type_handlers.NumpyHandler):
     def __init__(self, progress: Any) -> None:
         super().__init__(deepcopy_host_arrays=False)
         self._progress = progress
+        self.digests: dict[str, str] = {}
+        """Of the values of each parameter written."""
 
     async def serialize(
         self,
@@ -263,18 +271,26 @@ class _StoredHandler(type_handlers.NumpyHandler):
         args: Sequence[Any] | None = None,
     ) -> Sequence[Any]:
         for value, info, arg in zip(values, infos, args or [], strict=True):
-            for written in await super().serialize([value.read()], [info], [arg]):
+            for written in await super().serialize([self._read(value)], [info], [arg]):
                 written.result()
             self._progress.update()
         return []
 
+    def _read(self, value: Stored) -> npt.NDArray[Any]:
+        array = value.read()
+        digest = hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        self.digests[parameter_name(value.path)] = digest.hexdigest()
+        return array
 
-def _save(weights: Any, table: Sequence[Stored], progress: bool) -> None:
+
+def _save(weights: Any, table: Sequence[Stored], progress: bool) -> str:
+    """Write parameters one by one, and give the digest of all."""
     tree = {parameter_name(stored.path): stored for stored in table}
     save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in tree}
     with tqdm(desc="convert", total=len(tree), unit="tensor", disable=not progress) as bar:
+        writer = _StoredHandler(bar)
         registry = type_handlers.create_type_handler_registry(
-            (Stored, _StoredHandler(bar)), (jax.Array, type_handlers.ArrayHandler())
+            (Stored, writer), (jax.Array, type_handlers.ArrayHandler())
         )
         handler = ocp.PyTreeCheckpointHandler(
             type_handler_registry=registry,
@@ -284,3 +300,4 @@ def _save(weights: Any, table: Sequence[Stored], progress: bool) -> None:
             checkpointer.save(
                 weights.resolve(), args=ocp.args.PyTreeSave(tree, save_args=save_args)
             )
+    return hashlib.sha256(json.dumps(sorted(writer.digests.items())).encode()).hexdigest()

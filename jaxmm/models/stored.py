@@ -44,8 +44,9 @@ class Parameter:
     tensors: tuple[Tensor, ...]
     groups: int = 1
     """Each tensor is cut into so many equal parts; all first parts come first, then all second."""
-    new_axis: bool = False
-    """The tensors, all of one shape, lie along an axis of their own."""
+    parts: int = 0
+    """The rows of all tensors are cut into so many equal parts, which lie along an axis of their
+    own; 0: there is no such axis."""
     flat: bool = True
     """What has more than two axes (a convolution over patches) is flattened to two."""
     abreast: int = 0
@@ -61,12 +62,11 @@ class Parameter:
             return len(self.tensors) // self.abreast, columns, self.abreast * rows
         rest = self.tensors[0].shape[1:]
         width = (int(np.prod(rest)),) if rest and self.flat else rest
-        if self.new_axis:
-            return (len(self.tensors), self.tensors[0].shape[0], *width)
-        return (sum(t.shape[0] * t.copies for t in self.tensors), *width)
+        rows = sum(t.shape[0] * t.copies for t in self.tensors)
+        return (self.parts, rows // self.parts, *width) if self.parts else (rows, *width)
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, int]]:
-        """Rows [start, stop) of a parameter without an axis of its own, in order.
+        """Rows [start, stop) in order, those of all parts one below the other.
 
         Yields:
             A tensor, and the first and last + 1 of its rows that follow each other there.
@@ -129,12 +129,12 @@ class Stored:
             bounds = [s.indices(n)[:2] for s, n in zip(block, self.shape, strict=True)]
         if self.parameter.abreast:
             return self._abreast(*bounds)
-        if self.parameter.new_axis:
-            first, *rest = bounds
-            tensors = self.parameter.tensors[slice(*first)]
-            runs = [(tensor, *rest[0]) for tensor in tensors]
-            value = self._rows(runs, rest[1:])
-            return value.reshape(len(tensors), -1, *value.shape[1:])
+        if self.parameter.parts:
+            parts, (low, high), *columns = bounds
+            starts = (part * self.shape[1] for part in range(*parts))
+            runs = [run for n in starts for run in self.parameter.runs(n + low, n + high)]
+            value = self._rows(runs, columns)
+            return value.reshape(parts[1] - parts[0], high - low, *value.shape[1:])
         return self._rows(list(self.parameter.runs(*bounds[0])), bounds[1:])
 
     def _abreast(

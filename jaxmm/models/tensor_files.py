@@ -1,5 +1,6 @@
 """Which safetensors file of a checkpoint holds which tensor. Host only."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,9 @@ import ml_dtypes  # noqa: F401  (makes numpy, and so safetensors, know bfloat16)
 from safetensors import SafetensorError, safe_open
 
 from jaxmm.errors import ModelError
+
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+"""Of each file, from its first byte to its last."""
 
 
 def open_tensors(path: Path) -> Any:
@@ -38,6 +42,19 @@ def tensor_files(directory: Path) -> dict[str, Path]:
                     raise ModelError(f"{name!r} is in both {files[name].name} and {path.name}")
                 files[name] = path
     return files
+
+
+def sample_digest(directory: Path) -> str:
+    """Tells checkpoints of one architecture apart by a little of each file, read here and there."""
+    digest = hashlib.sha256()
+    for path in _paths(directory):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for i in range(_SAMPLES):
+                file.seek(max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _paths(directory: Path) -> list[Path]:

@@ -10,6 +10,7 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -95,7 +96,8 @@ def describe_devices(topology: str) -> list[Any]:
     chip_of(topology)
     if find_spec("libtpu") is None:
         raise ConfigError(
-            "planning needs the TPU compiler, which comes for Linux on x86-64: pip install libtpu"
+            "planning needs the TPU compiler, which comes for Linux on x86-64: "
+            "pip install 'jax[tpu]'"
         )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)  # read when libtpu is loaded, by the next call
@@ -119,7 +121,11 @@ def mesh_of(devices: list[Any], axes: dict[str, int]) -> Mesh:
 
 
 def compile_step(steps: Lowering, mesh: Mesh, key: Key) -> CompiledStep:
-    """Compile a step, such as `("language", 2048)`, of a lowering for the chips of a mesh."""
+    """Compile a step, such as `("language", 2048)`, of a lowering for the chips of a mesh.
+
+    Raises:
+        ConfigError: libtpu is not that of this jax.
+    """
     start = time.process_time()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # tells Pallas the generation
         compiled = steps.all_steps()[key]().compile()
@@ -129,9 +135,19 @@ def compile_step(steps: Lowering, mesh: Mesh, key: Key) -> CompiledStep:
         output_bytes=memory.output_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
-        hlo=compiled.as_text() or "",
+        hlo=_hlo(compiled),
         cpu_seconds=time.process_time() - start,
     )
+
+
+def _hlo(compiled: jax.stages.Compiled) -> str:
+    try:
+        return compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError as e:
+        raise ConfigError(
+            f"libtpu {version('libtpu')} writes what jaxlib {version('jaxlib')} cannot read ({e}); "
+            "install the one that belongs to it: pip install 'jax[tpu]'"
+        ) from e
 
 
 def chip_bytes(tree: Any) -> int:

@@ -104,12 +104,19 @@ def extend_floor(
 
 
 def encode_floor(
-    model: ModelConfig, chip: Chip, num_patches: int, itemsize: int, links: float = 0.0
+    model: ModelConfig,
+    chip: Chip,
+    num_patches: int,
+    itemsize: int,
+    *,
+    num_chips: int = 1,
+    links: float = 0.0,
 ) -> Floor:
-    """An encode of one picture of `num_patches` on one chip; the others have pictures of their own.
+    """An encode of one picture of `num_patches`.
 
     Args:
-        links: Seconds in which every chip gets the rows of all.
+        num_chips: Chips that it is split over; the others have pictures of their own.
+        links: Seconds of its collectives.
     """
     vision = model.vision
     block = 4 * vision.width**2 + _vision_mlp(model)
@@ -121,7 +128,9 @@ def encode_floor(
     operations = 2 * num_patches * (vision.depth * block + mergers / vision.merged_patches)
     operations += 4 * num_patches * keys * vision.width
     return Floor(
-        memory=weights * itemsize / chip.bandwidth, matrix=operations / chip.flops, links=links
+        memory=weights * itemsize / num_chips / chip.bandwidth,
+        matrix=operations / num_chips / chip.flops,
+        links=links,
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -10,14 +11,13 @@ from jaxmm.device.backend import Backend, check_sizes, most_chips, rests
 from jaxmm.device.backend import spread_kv_heads as spread
 from jaxmm.device.executables import Key
 from jaxmm.device.lowering import Lowering
-from jaxmm.device.sharding import param_spec
 from jaxmm.errors import ConfigError
 from jaxmm.models.config import ModelConfig
-from jaxmm.models.lane_forms import lane_patches
+from jaxmm.models.lane_forms import lane_patches, lane_rows
 from jaxmm.models.loading import param_shapes
-from jaxmm.planner.compiler import CompiledStep, chip_bytes, compile_step, mesh_of
+from jaxmm.planner.compiler import CompiledStep, chip_bytes, compile_step
 from jaxmm.planner.depth import Depths, StepFigures, extended, shallow_depths, with_depths
-from jaxmm.planner.floors import Floor, decode_floor, encode_floor, extend_floor, sums_floor
+from jaxmm.planner.floors import decode_floor, encode_floor, extend_floor, sums_floor
 from jaxmm.planner.question import Question, read_question
 from jaxmm.planner.result import Memory, Picture, Plan, Requests, Step
 from jaxmm.sizes import Sizes
@@ -72,7 +72,7 @@ def make_plan(
 ) -> Plan:
     """The plan of a question that was read; arguments and errors are those of `plan`."""
     num_chips = tensor_parallel or _default_chips(question)
-    for rest in rests(question.model, num_chips):
+    for rest in rests(question.model, num_chips, split_encoder=question.split_encoder):
         raise ConfigError(f"tensor_parallel={num_chips} does not divide the model's {rest}")
     if num_chips > len(question.devices):
         raise ConfigError(
@@ -88,14 +88,18 @@ def make_plan(
 
 def _default_chips(question: Question) -> int:
     asked = question.config.tensor_parallel
-    return asked if asked > 1 else most_chips(question.model, len(question.devices))
+    if asked > 1:
+        return asked
+    return most_chips(question.model, len(question.devices), split_encoder=question.split_encoder)
 
 
 def _without_room(question: Question, num_chips: int, reason: str) -> Plan:
     """A plan that ends before anything is compiled."""
     model = spread(question.model, num_chips)
-    backend = Backend("pallas", mesh_of(list(question.devices), {"model": num_chips}))
-    params = param_shapes(model, question.dtype, lambda path: backend.sharding(param_spec(path)))
+    backend = question.backend(num_chips)
+    params = param_shapes(
+        model, question.dtype, lambda path: backend.sharding(backend.param_spec(path))
+    )
     return Plan(
         model=question.name,
         topology=question.topology,
@@ -115,15 +119,17 @@ def _compiled_plan(
     question: Question, num_chips: int, sizes: Sizes, lengths: Sequence[int]
 ) -> Plan:
     model, chip, itemsize = spread(question.model, num_chips), question.chip, question.itemsize
-    mesh = mesh_of(list(question.devices), {"model": num_chips})
-    backend = Backend("pallas", mesh)
+    backend = question.backend(num_chips)
+    encoder_chips = num_chips // backend.num_lanes
+    processor = question.processor_on(num_chips)
     check_sizes(backend, sizes.page_size, sizes.max_running, sizes.num_table_pages, question.dtype)
     whole = Lowering(model, sizes, question.dtype, backend)
     decode, extend = sizes.buckets.step_tokens(sizes.max_running), sizes.buckets.tokens[-1]
     lane = sizes.buckets.patches[-1]
     keys: list[Key] = [("language", decode), ("language", extend), ("encode", lane)]
     depths = shallow_depths(model)
-    figures = _figures(question, model, sizes, backend, keys, depths)
+    # a batch of decodes may fill the largest step: then one compile tells of both
+    figures = _figures(question, model, sizes, backend, list(dict.fromkeys(keys)), depths)
     length = max((n for n in lengths if n <= sizes.max_model_len), default=sizes.max_model_len)
     rooms = tuple(_room(sizes, n) for n in lengths)
     running = min(sizes.max_running, _room(sizes, length).fit)
@@ -133,8 +139,8 @@ def _compiled_plan(
         count = sum(found.collectives.values())
         return sums_floor(chip, num_chips, count, found.collective_bytes / max(1, count))
 
-    floors: dict[Key, Floor] = {
-        keys[0]: decode_floor(
+    floors = (
+        decode_floor(
             model,
             chip,
             num_chips,
@@ -143,16 +149,26 @@ def _compiled_plan(
             itemsize=itemsize,
             links=links(keys[0]),
         ),
-        keys[1]: extend_floor(
+        extend_floor(
             model, chip, num_chips, num_tokens=extend, itemsize=itemsize, links=links(keys[1])
         ),
         # rows that are gathered go out once, those that are summed twice
-        keys[2]: encode_floor(model, chip, lane, itemsize, links=links(keys[2]) / 2),
-    }
+        encode_floor(
+            model,
+            chip,
+            lane,
+            itemsize,
+            num_chips=encoder_chips,
+            links=links(keys[2])
+            if backend.split_encoder
+            else sums_floor(chip, num_chips, 1, _row_bytes(model, sizes, itemsize)) / 2,
+        ),
+    )
+    where = "all chips" if backend.split_encoder else "each chip"
     names = (
         f"decode {running} requests of {length} tokens",
         f"extend a prompt by {extend} tokens",
-        f"encode a lane of {lane} patches on each chip",
+        f"encode a lane of {lane} patches on {where}",
     )
     memory = _memory(whole, figures, question)
     return Plan(
@@ -168,13 +184,14 @@ def _compiled_plan(
                 temporary_bytes=figures[key].temporary_bytes,
                 collectives=figures[key].collectives,
                 collective_bytes=figures[key].collective_bytes,
-                floor=floors[key],
+                floor=floor,
             )
-            for name, key in zip(names, keys, strict=True)
+            for name, key, floor in zip(names, keys, floors, strict=True)
         ),
         decoded=running,
         requests=rooms,
-        pictures=tuple(_pictures(question, sizes)),
+        pictures=tuple(_pictures(question, processor, sizes, encoder_chips)),
+        max_pixels=processor.max_pixels,
         compile_seconds=_warm_up_seconds(sizes, figures, decode),
         layers=(depths[0].text, depths[1].text, model.text.num_layers),
         vision_layers=(depths[0].vision, depths[1].vision, model.vision.depth),
@@ -233,25 +250,35 @@ def _memory(whole: Lowering, figures: dict[Key, StepFigures], question: Question
     )
 
 
+def _row_bytes(model: ModelConfig, sizes: Sizes, itemsize: int) -> int:
+    """Of the rows of all lanes; the compiled step gathers them a piece at a time."""
+    rows = lane_rows(sizes.buckets.patches[-1], model.vision) * sizes.num_lanes
+    return rows * model.text.row_width * itemsize
+
+
 def _room(sizes: Sizes, length: int) -> Requests:
     pages = -(-length // sizes.page_size)
     fit = sizes.num_pages // pages if length <= sizes.max_model_len else 0
     return Requests(length=length, pages=pages, fit=fit)
 
 
-def _pictures(question: Question, sizes: Sizes) -> Iterator[Picture]:
+def _pictures(
+    question: Question, processor: Any, sizes: Sizes, num_chips: int
+) -> Iterator[Picture]:
     vision = question.model.vision
     for width, height in _PICTURES:
-        grid = question.processor.grid(height, width)
+        grid = processor.grid(height, width)
         used = lane_patches(grid, vision)
         if used <= sizes.buckets.patches[-1]:
             lane = sizes.buckets.lane_patches(used)
             yield Picture(
                 width=width,
                 height=height,
-                tokens=question.processor.num_rows(grid),
+                tokens=processor.num_rows(grid),
                 lane=lane,
-                floor=encode_floor(question.model, question.chip, lane, question.itemsize),
+                floor=encode_floor(
+                    question.model, question.chip, lane, question.itemsize, num_chips=num_chips
+                ),
             )
 
 

@@ -13,12 +13,13 @@ import numpy as np
 
 from jaxmm.basis import load_processor
 from jaxmm.config import EngineConfig
-from jaxmm.device.backend import model_obstacles, spread_kv_heads
+from jaxmm.device.backend import Backend, model_obstacles, spread_kv_heads
+from jaxmm.encoder_memory import fit_pictures
 from jaxmm.errors import ConfigError, ModelError
 from jaxmm.models import family_module, has_module, read_config
 from jaxmm.models.config import ModelConfig
 from jaxmm.planner.chips import Chip, chip_of
-from jaxmm.planner.compiler import describe_devices
+from jaxmm.planner.compiler import describe_devices, mesh_of
 from jaxmm.sizes import Sizes, settle_sizes
 
 _PUBLISHED_ROWS = 16384
@@ -43,6 +44,27 @@ class Question:
         size: int = np.dtype(self.dtype).itemsize
         return size
 
+    @property
+    def split_encoder(self) -> bool:
+        """Whether the encoder is split like the decoder."""
+        return self.config.encoder_parallel == "model"
+
+    def backend(self, num_chips: int) -> Backend:
+        """The TPU kernels on the first of the chips."""
+        mesh = mesh_of(list(self.devices), {"model": num_chips})
+        return Backend("pallas", mesh, self.split_encoder and num_chips > 1)
+
+    def processor_on(self, num_chips: int) -> Any:
+        """The processor, its pictures no larger than so many chips have room for."""
+        return fit_pictures(
+            self.config,
+            self.model,
+            self.processor,
+            memory_bytes=self.chip.memory_bytes,
+            itemsize=self.itemsize,
+            encoder_chips=num_chips if self.split_encoder else 1,
+        )
+
     def settle(self, num_chips: int) -> Sizes:
         """Sizes of an engine whose model is split over so many of the chips.
 
@@ -52,12 +74,13 @@ class Question:
         return settle_sizes(
             self.config,
             spread_kv_heads(self.model, num_chips),
-            self.processor.max_patches,
+            self.processor_on(num_chips).max_patches,
             platform="tpu",
             memory_bytes=self.chip.memory_bytes,
             itemsize=self.itemsize,
             kernels="pallas",
             num_chips=num_chips,
+            split_encoder=self.split_encoder,
         )
 
 

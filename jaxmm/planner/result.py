@@ -94,6 +94,8 @@ class Plan:
     """Requests in the decode step."""
     requests: tuple[Requests, ...] = ()
     pictures: tuple[Picture, ...] = ()
+    max_pixels: int = 0
+    """Larger pictures are made smaller; 0: the model has no such limit."""
     compile_seconds: float = 0.0
     """Processor time of all compiles of a first start."""
     layers: tuple[int, int, int] = (0, 0, 0)
@@ -154,7 +156,7 @@ class Plan:
             ],
         )
         yield (
-            "pictures, each alone",
+            "pictures, each alone" + self._picture_limit(),
             [
                 ("", "tokens", "lane", "at least"),
                 *(
@@ -202,6 +204,10 @@ class Plan:
             ]
         rows.append(("a chip has", memory.chip_bytes))
         return [(name, _gib(size)) for name, size in rows]
+
+    def _picture_limit(self) -> str:
+        limit = self.max_pixels
+        return f"; above {limit} pixels they are made smaller" if limit else ""
 
     def _warm_up(self) -> str:
         assert self.sizes is not None, "tables ended before"

@@ -63,7 +63,7 @@ def suggest(question: Question, length: int = 4096) -> Splits:
 def _splits(question: Question, length: int) -> Iterator[Split]:
     total = len(question.devices)
     for num_chips in (n for n in range(1, total + 1) if total % n == 0):
-        if not any(rests(question.model, num_chips)):
+        if not any(rests(question.model, num_chips, split_encoder=question.split_encoder)):
             yield _split(question, num_chips, length)
 
 

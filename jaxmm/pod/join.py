@@ -5,6 +5,7 @@ makes a key and says through the chips where it listens, so that only this pod's
 """
 
 import atexit
+import contextlib
 import hashlib
 import logging
 import os
@@ -66,6 +67,9 @@ class Meeting:
     """Digest of what all must have in common, and the name of this host."""
     listener: socket.socket | None
     """Process 0's."""
+    num_processes: int
+    seconds: float = _MEETING_SECONDS
+    """Time in which all must have come."""
 
     def to_leader(self) -> Channel:
         """Connect to process 0.
@@ -74,7 +78,7 @@ class Meeting:
             PeerLost: It does not answer.
         """
         process_id = jax.process_index()
-        return greet_leader(self.address, self.key, process_id, self.about, _MEETING_SECONDS)
+        return greet_leader(self.address, self.key, process_id, self.about, self.seconds)
 
     def to_followers(self, config: PodConfig) -> Followers:
         """Wait for the connections of all others, and watch them from then on.
@@ -85,12 +89,14 @@ class Meeting:
         """
         assert self.listener is not None, "only process 0 listens"
         channels: dict[int, Channel] = {}
-        deadline = time.monotonic() + _MEETING_SECONDS
+        deadline = time.monotonic() + self.seconds
         with self.listener:
-            while len(channels) < jax.process_count() - 1:
+            while len(channels) < self.num_processes - 1:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise PeerLost(_missing(channels))
+                    text = self._missing(channels)
+                    _turn_away(channels, text)
+                    raise PeerLost(text)
                 self.listener.settimeout(left)
                 try:
                     connection, (host, *_) = self.listener.accept()
@@ -106,7 +112,7 @@ class Meeting:
 
     def _greet(self, connection: socket.socket, host: str, channels: dict[int, Channel]) -> None:
         greeted = greet_follower(connection, self.key)
-        if greeted is None or not 0 < greeted[0] < jax.process_count() or greeted[0] in channels:
+        if greeted is None or not 0 < greeted[0] < self.num_processes or greeted[0] in channels:
             logger.warning("connection refused host=%s reason=not of this pod", host)
             connection.close()
             return
@@ -118,10 +124,13 @@ class Meeting:
                 f"{name} serves another model, or has other settings or another version of jaxmm; "
                 "start all processes alike"
             )
-            for channel in channels.values():
-                channel.send(Kind.END, [text.encode()])
-                channel.close()
+            _turn_away(channels, text)
             raise ConfigError(text)
+
+    def _missing(self, channels: dict[int, Channel]) -> str:
+        missing = sorted(set(range(1, self.num_processes)) - channels.keys())
+        names = ", ".join(f"process {process_id}" for process_id in missing)
+        return f"{names} did not connect within {self.seconds:g} s"
 
 
 def meet(config: EngineConfig, fingerprint: str) -> Meeting:
@@ -141,7 +150,7 @@ def meet(config: EngineConfig, fingerprint: str) -> Meeting:
     heard = bytes(np.asarray(multihost_utils.broadcast_one_to_all(told)).astype(np.uint8))
     host, port = heard[KEY_BYTES:].rstrip(b"\0").decode().split("\0")
     about = hashlib.sha256(fingerprint.encode()).digest() + socket.gethostname().encode()
-    return Meeting(heard[:KEY_BYTES], (host, int(port)), about, listener)
+    return Meeting(heard[:KEY_BYTES], (host, int(port)), about, listener, jax.process_count())
 
 
 def least(value: int) -> int:
@@ -198,7 +207,9 @@ def _own_address(config: EngineConfig) -> str:
     return host
 
 
-def _missing(channels: dict[int, Channel]) -> str:
-    missing = sorted(set(range(1, jax.process_count())) - channels.keys())
-    names = ", ".join(f"process {process_id}" for process_id in missing)
-    return f"{names} did not connect within {_MEETING_SECONDS:g} s"
+def _turn_away(channels: dict[int, Channel], reason: str) -> None:
+    """Tell those that have come why the pod ends before it began; one may be gone already."""
+    for channel in channels.values():
+        with contextlib.suppress(PeerLost):
+            channel.send(Kind.END, [reason.encode()])
+        channel.close()

@@ -84,7 +84,7 @@ class PodRunner:
             self._runner.settle()
 
     def encode(self, lanes: EncodeBatch) -> None:
-        """Encode a lane on each chip; each host gets the patches of its own chips."""
+        """Encode all lanes; each host gets the patches that its own chips take."""
         small = pack_arrays((lanes.coords, lanes.segment, lanes.window, lanes.sizes, lanes.slots))
         frames = [lanes.patches] if lanes.later is None else [lanes.patches, lanes.later]
         head = np.array([*lanes.patches.shape, lanes.num_patches, len(frames)], np.int64)

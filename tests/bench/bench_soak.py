@@ -3,8 +3,10 @@
     python -m tests.bench.bench_soak [--requests 10000] [--clients 256]
 
 Prints hardware, commit, outcomes, requests a second, times of answers and the server's memory
-every tenth of the way. Ends with status 1 when an answer is wrong, something is not given back, or
-the memory of the second half grows by more than 5%. The workload is `tests/serving/soak.py`.
+every tenth of the way, and at the end one verdict with the number of faults by kind. Ends with
+status 1 when there are any: an answer is wrong, a status is not the expected one, a connection
+ends early, something is not given back, the server logs an error, or its memory grows by more than
+5% in the second half. The workload is `tests/serving/soak.py`.
 """
 
 import argparse
@@ -17,10 +19,12 @@ from typing import Any
 import numpy as np
 
 from tests.bench.machine import describe_run
-from tests.serving.soak import Crowd, SoakServer
+from tests.serving.soak import FAULTS, Crowd, SoakServer
 
 WARM_UP = 300
 MAX_GROWTH = 0.05
+ERRORS = ("ERROR", "CRITICAL", "Traceback")
+KINDS = (*FAULTS, "held", "memory", "server")
 
 
 def main() -> int:
@@ -29,19 +33,20 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=256)
     parsed = parser.parse_args()
-    print(describe_run())
+    print(describe_run(), flush=True)
     server = SoakServer(max_waiting=2 * parsed.clients, log_level="warning")
     try:
         faults = asyncio.run(soak(server, parsed.requests, parsed.clients))
-        status = server.end()
-        if status != 0:
-            faults.append(f"the server ended with status {status}")
+        if (status := server.end()) != 0:
+            faults.append(f"server: it ended with status {status}")
     finally:
         server.kill()
-    faults += [line.strip() for line in server.errors if "ERROR" in line or "Traceback" in line]
+    logged = (line.strip() for line in server.errors if any(word in line for word in ERRORS))
+    faults += [f"server: {line}" for line in logged]
     for fault in faults[:20]:
         print("fault:", fault)
-    print(f"{len(faults)} faults")
+    counts = {kind: sum(f.startswith(f"{kind}: ") for f in faults) for kind in KINDS}
+    print("verdict:", "FAILED" if faults else "passed", counts)
     return 1 if faults else 0
 
 
@@ -54,20 +59,27 @@ async def soak(server: SoakServer, num_requests: int, num_clients: int) -> list[
         start = time.monotonic()
         made = await part(server.url, tenth, num_requests // 10, num_clients)
         seconds = time.monotonic() - start
-        held = server.tell("held")
-        sizes.append(server.tell("bytes")["bytes"])
+        held, memory = server.tell("held"), server.tell("bytes")
+        sizes.append(memory["bytes"])
         outcomes += made.outcomes
         times += made.seconds
-        faults += made.wrong + [f"held {held}, not {before}"] * (held != before)
-        rate = num_requests / 10 / seconds
-        p50, p99 = np.percentile(made.seconds, [50, 99])
-        took = f"answers p50 {p50:.2f} s, p99 {p99:.2f} s"
-        print(f"{tenth}0%: {rate:.1f} requests/s, {took}, {sizes[-1] >> 20} MiB, {dict(outcomes)}")
-    p50, p99 = np.percentile(times, [50, 99])
-    print(f"{len(times)} answers: p50 {p50:.2f} s, p99 {p99:.2f} s, longest {max(times):.2f} s")
+        faults += made.wrong + [f"held: {held}, not {before}"] * (held != before)
+        print(
+            f"{tenth * num_requests // 10} requests: {num_requests / 10 / seconds:.1f} a second, "
+            f"answers {shown(made.seconds)}, server {sizes[-1] >> 20} MiB, "
+            f"decoding {memory['decoding'] >> 20} MiB, {dict(outcomes)}, {len(faults)} faults",
+            flush=True,
+        )
+    print(f"{len(times)} answers: {shown(times)}, longest {max(times):.2f} s")
     growth = sizes[-1] / sizes[4] - 1
-    print(f"memory of the second half: {growth:+.1%}")
-    return faults + [f"memory grew by {growth:.1%}"] * (growth > MAX_GROWTH)
+    print(f"memory of the second half: {growth:+.1%}; MiB {[size >> 20 for size in sizes]}")
+    return faults + [f"memory: it grew by {growth:.1%}"] * (growth > MAX_GROWTH)
+
+
+def shown(seconds: list[float]) -> str:
+    """Median and p99."""
+    p50, p99 = np.percentile(seconds, [50, 99])
+    return f"p50 {p50:.2f} s, p99 {p99:.2f} s"
 
 
 async def part(url: str, seed: int, num_requests: int, num_clients: int) -> Any:

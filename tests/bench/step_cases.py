@@ -64,7 +64,8 @@ def qwen2_5_vl_7b(text_layers: int = 28, vision_layers: int = 32) -> ModelConfig
 
 
 def qwen3_vl_8b(text_layers: int = 36, vision_layers: int = 27) -> ModelConfig:
-    """Dimensions of Qwen3-VL-8B, with as many layers as asked for, from four up."""
+    """Dimensions of Qwen3-VL-8B, with as many layers as asked for, and levels as they allow."""
+    deepstack = (8, 16, 24) if vision_layers > 24 else tuple(range(min(3, vision_layers)))
     text = TextConfig(
         vocab_size=151936,
         width=4096,
@@ -77,7 +78,7 @@ def qwen3_vl_8b(text_layers: int = 36, vision_layers: int = 27) -> ModelConfig:
         rope_theta=5e6,
         mrope_section=(24, 20, 20),
         tied=False,
-        deepstack_levels=3,
+        deepstack_levels=len(deepstack),
     )
     vision = VisionConfig(
         depth=vision_layers,
@@ -92,7 +93,7 @@ def qwen3_vl_8b(text_layers: int = 36, vision_layers: int = 27) -> ModelConfig:
         window_patches=0,
         full_attention_layers=(),
         position_side=48,
-        deepstack_layers=(8, 16, 24) if vision_layers > 24 else (0, 1, 2),
+        deepstack_layers=deepstack,
         image_mean=(0.5, 0.5, 0.5),
         image_std=(0.5, 0.5, 0.5),
     )
@@ -206,10 +207,16 @@ SERVING = Sizes(
 
 
 def lowering(
-    model: ModelConfig, topology: str, chips: int, sizes: Sizes = SERVING
+    model: ModelConfig,
+    topology: str,
+    chips: int,
+    sizes: Sizes = SERVING,
+    *,
+    split_encoder: bool = False,
 ) -> tuple[Lowering, Mesh]:
     """The steps of a model in bfloat16 with the TPU kernels, split over so many chips."""
     mesh = mesh_of(describe_devices(topology), {"model": chips})
     model = spread_kv_heads(model, chips)
     sizes = dataclasses.replace(sizes, whole_items=model.text.both_ways)
-    return Lowering(model, sizes, jnp.bfloat16, Backend("pallas", mesh)), mesh
+    backend = Backend("pallas", mesh, split_encoder)
+    return Lowering(model, sizes, jnp.bfloat16, backend), mesh

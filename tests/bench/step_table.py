@@ -15,10 +15,11 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxmm.device.backend import Backend, spread_kv_heads
+from jaxmm.config import EngineConfig
+from jaxmm.device.backend import spread_kv_heads
 from jaxmm.device.lowering import Lowering
 from jaxmm.models.config import ModelConfig
-from jaxmm.planner.compiler import chip_bytes, compile_step, mesh_of
+from jaxmm.planner.compiler import chip_bytes, compile_step
 from jaxmm.planner.depth import Depths, with_depths
 from jaxmm.planner.question import read_question
 from tests import aot
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--topology", default="v5e:2x2")
     parser.add_argument("--chips", type=int, default=4)
     parser.add_argument("--layers", type=int, default=0, help="of each kind; 0: all")
+    parser.add_argument("--encoder-parallel", default="lanes", choices=("lanes", "model"))
     parser.add_argument("steps", nargs="*", default=["language:64", "language:2048", "encode:4096"])
     args = parser.parse_args()
     lowered_by, mesh = _lowering(args)
@@ -66,17 +68,19 @@ def main() -> None:
 
 
 def _lowering(args: argparse.Namespace) -> tuple[Lowering, Mesh]:
-    topology, chips, depths = args.topology, args.chips, Depths(args.layers, args.layers)
+    split, depths = args.encoder_parallel == "model", Depths(args.layers, args.layers)
     if not args.model:
         whole = CASES[args.case]()
         model = with_depths(whole, depths) if args.layers else whole
-        return step_cases.lowering(model, topology, chips)
-    question = read_question(args.model, topology)
-    model = spread_kv_heads(question.model, chips)
+        return step_cases.lowering(model, args.topology, args.chips, split_encoder=split)
+    config = EngineConfig(encoder_parallel=args.encoder_parallel)
+    question = read_question(args.model, args.topology, config)
+    model = spread_kv_heads(question.model, args.chips)
     if args.layers:
         model = with_depths(model, depths)
-    mesh = mesh_of(list(question.devices), {"model": chips})
-    return Lowering(model, question.settle(chips), jnp.bfloat16, Backend("pallas", mesh)), mesh
+    backend = question.backend(args.chips)
+    assert backend.mesh is not None, "it always has one"
+    return Lowering(model, question.settle(args.chips), jnp.bfloat16, backend), backend.mesh
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxmm.config import EngineConfig, load_config
+from jaxmm.device import steps
 from jaxmm.engine import Engine
 from jaxmm.request import Result
 from tests.checkpoints import Family, checkpoint
@@ -31,10 +32,14 @@ PAGES_LEFT = 20
 """Of all replicas together, while `under_load`: half of what its requests need at once."""
 
 
-def make(family: Family, tensor_parallel: int, data_parallel: int) -> Engine:
+def make(family: Family, layout: str) -> Engine:
+    """An engine of a layout such as `4x1`, chips of a replica x replicas; `4x1e` splits the encoder
+    too."""
+    tensor_parallel, data_parallel = map(int, layout.removesuffix("e").split("x"))
     settings = {**SMALL, **SIZES, "compile_cache_dir": cache_dir()}
     settings["model"] = str(checkpoint(family, num_kv_heads=4))
     settings |= {"tensor_parallel": tensor_parallel, "data_parallel": data_parallel}
+    settings["encoder_parallel"] = "model" if layout.endswith("e") else "lanes"
     return Engine(load_config(EngineConfig, None, settings))
 
 
@@ -106,6 +111,27 @@ def conversations(on: Engine) -> dict[str, Any]:
     }
 
 
+def pruned_answers(on: Engine) -> dict[str, Any]:
+    """Three requests at once, each with two videos of four steps; and how many steps were encoded:
+    as many as there are, if a request is served where its videos were scored."""
+    before = on.stats().encoded_images
+    asked = [
+        request(
+            turn("<video>", "and", "<video>"),
+            videos=tuple([picture(112, 84, seed + i) for i in range(8)] for seed in seeds),
+            video_pruning_rate=0.5,
+        )
+        for seeds in ((0, 100), (200, 300), (400, 500))
+    ]
+    results = ask(on, *asked)
+    return {
+        "ids": [result.token_ids for result in results],
+        "logprobs": [logprobs(result).tolist() for result in results],
+        "tokens": [result.usage.video_tokens for result in results],
+        "encoded": on.stats().encoded_images - before,
+    }
+
+
 def brief_report(on: Engine) -> dict[str, Any]:
     """A few answers alone."""
     return answered(first_answers(on), [])
@@ -126,12 +152,14 @@ def report(on: Engine) -> dict[str, Any]:
     first = first_answers(on)
     with few_pages(on):
         load = under_load(on)
+    pruned = pruned_answers(on)
     after = quiet(on)
     talks = conversations(on)
     stats = on.stats()
     return answered(first, load) | {
         "finished": [replica.finished for replica in stats.replicas],
         "talks": talks,
+        "pruned": pruned,
         "retracts": stats.retracts,
         "aborted": stats.aborted,
         # threads begin when they are first needed
@@ -140,14 +168,15 @@ def report(on: Engine) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Words: `brief` or `whole`, the family, and layouts as chips of a replica x replicas."""
-    kind, family, *layouts = sys.argv[1:]
-    for layout in layouts:
-        tensor_parallel, data_parallel = map(int, layout.split("x"))
-        with make(family, tensor_parallel, data_parallel) as on:  # type: ignore[arg-type]
-            found = brief_report(on) if kind == "brief" else report(on)
-        sys.stdout.write(json.dumps(found) + "\n")
-        sys.stdout.flush()
+    """Of each line of the input: `brief` or `whole`, a family, and layouts as `make` takes them."""
+    steps.MAX_GATHERED_ROWS = 256  # four lanes of 128 rows: two pieces
+    for line in sys.stdin:
+        kind, family, *layouts = line.split()
+        for layout in layouts:
+            with make(family, layout) as on:  # type: ignore[arg-type]
+                found = brief_report(on) if kind == "brief" else report(on)
+            sys.stdout.write(json.dumps(found) + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

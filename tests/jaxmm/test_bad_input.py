@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 
 from jaxmm.api import generate
+from jaxmm.basis import settle_basis
 from jaxmm.config import EngineConfig, load_config
+from jaxmm.device.ledger import CompileLedger
 from jaxmm.engine import Engine
 from jaxmm.errors import (
     EngineStopped,
@@ -31,12 +33,14 @@ from jaxmm.errors import (
     SamplingError,
 )
 from jaxmm.request import Request, SamplingParams
+from jaxmm.start import load_runners
 from tests.checkpoints import checkpoint
 from tests.engines import (
     MEDIA,
     SMALL,
     ask,
     assert_same,
+    cache_dir,
     engine,
     make_engine,
     on_loop,
@@ -429,7 +433,9 @@ def test_closed_engine_refuses_and_everybody_waiting_is_told() -> None:
         one = request(turn(f"{i}", "<image>"), [png(picture(100 + i, 100, i))], max_tokens=300)
         heard[one.id] = queue.SimpleQueue()
         mine.submit(one, heard[one.id].put)
+    next(iter(heard.values())).get(timeout=60)  # steps are on their way
     mine.close()
+    assert sum(replica.num_flying for replica in mine._loop._replicas) == 0
     for events in heard.values():
         last = None
         while not events.empty():
@@ -515,3 +521,18 @@ def test_files_that_are_missing(copied: Path, names: list[str]) -> None:
         (copied / name).unlink()
     with pytest.raises(ModelError):
         start(copied)
+
+
+def test_weights_that_cannot_be_read_leave_no_thread_behind(copied: Path) -> None:
+    def reading() -> int:
+        return sum("jaxmm-restore" in thread.name for thread in threading.enumerate())
+
+    engine("qwen2_vl")  # whose executables are in the cache now
+    values = {**SMALL, "model": str(copied), "compile_cache_dir": cache_dir()}
+    config = load_config(EngineConfig, None, values)
+    (copied / "jaxmm.json").write_text("{}")  # as after `jaxmm convert`, but of no known form
+    basis, ledger, before = settle_basis(config), CompileLedger("log"), reading()
+    with pytest.raises(ModelError) as kept:  # with all that it refers to, as in a notebook
+        load_runners(config, basis, ledger)
+    ledger.close()
+    assert reading() == before and kept.tb is not None

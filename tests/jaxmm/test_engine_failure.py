@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from jaxmm import engine
+from jaxmm.dispatch import Dispatcher, Pending
 from jaxmm.engine import Engine
 from jaxmm.errors import EngineStopped, JaxmmError
 from jaxmm.request import Delta
-from tests.engines import make_engine, request, turn
+from tests.engines import engine as shared
+from tests.engines import make_engine, on_loop, request, turn
 
 PATIENCE_SECONDS = 20
 
@@ -37,36 +39,40 @@ class Listener:
 
 
 class Hung:
-    """In place of what works on the device: waits until it is let go."""
+    """In place of what works on the device: the next step waits until it is let go, those before it
+    are read as ever."""
 
-    def __init__(self) -> None:
+    def __init__(self, real: Dispatcher) -> None:
+        self._real = real
         self.let_go = threading.Event()
         self.returns = False
 
-    def dispatch(self, _: Any) -> Any:
+    def dispatch(self, _: Any) -> None:
         self.let_go.wait(60)
         if not self.returns:
             raise RuntimeError("let go")
-        return []
 
-    fetch = dispatch
+    def fetch(self, pending: Pending | None) -> Any:
+        return None if pending is None else self._real.fetch(pending)
 
-    def scored(self, *_: Any) -> Iterator[Any]:
-        return iter(())
+    def scored(self, pending: Pending | None, fetched: Any) -> Iterator[Any]:
+        return iter(()) if pending is None else self._real.scored(pending, fetched)
 
-    sampled = scored
+    def sampled(self, pending: Pending | None, fetched: Any) -> Iterator[Any]:
+        return iter(()) if pending is None else self._real.sampled(pending, fetched)
 
 
 @contextlib.contextmanager
 def hanging() -> Iterator[tuple[Engine, list[Listener], Hung]]:
     """An engine in a step that hangs, with three requests in it."""
     on = make_engine("qwen2_vl")
-    hung = Hung()
+    [replica] = on._loop._replicas
+    hung = Hung(replica._dispatcher)
     try:
         listeners = [Listener(on) for _ in range(3)]
         for listener in listeners:
             listener.wait_for_tokens()
-        on._loop._replicas[0]._dispatcher = hung  # type: ignore[assignment]
+        on_loop(on, lambda: setattr(replica, "_dispatcher", hung))
         wait_until(lambda: on.turn_seconds >= 0.3)
         yield on, listeners, hung
     finally:
@@ -120,3 +126,28 @@ def test_a_step_that_comes_back_while_it_is_given_up_ends_each_request_once() ->
             errors = [e for e in one.events if isinstance(e, JaxmmError)]
             assert errors == one.events[-1:]
         assert not on._loop._answers and str(on.failure) == "a step takes more than 0.3 s"
+
+
+def test_a_close_waits_for_a_step_until_the_engine_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "_HUNG_SECONDS", 0.1)
+    with hanging() as (on, _, hung):
+        closing = threading.Thread(target=on.close, daemon=True)
+        closing.start()
+        closing.join(0.3)
+        assert closing.is_alive()
+        on.give_up("a step takes more than 0.3 s")
+        closing.join(PATIENCE_SECONDS)
+        assert not closing.is_alive() and on._thread.is_alive()
+        hung.let_go.set()
+        on._thread.join(PATIENCE_SECONDS)
+
+
+def test_what_the_loop_does_between_steps_is_seen_to_hang_too() -> None:
+    on, let_go = shared("qwen2_vl"), threading.Event()
+    assert on.turn_seconds == 0
+    on._loop.post(lambda: let_go.wait(PATIENCE_SECONDS))
+    wait_until(lambda: on.turn_seconds >= 0.2)
+    let_go.set()
+    wait_until(lambda: on.turn_seconds == 0)

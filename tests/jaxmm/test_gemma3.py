@@ -12,6 +12,7 @@ from jaxmm.device.backend import model_obstacles
 from jaxmm.engine import Engine
 from jaxmm.errors import ConfigError, ModelError, PromptTooLong, RequestError
 from jaxmm.models import family_module, read_config
+from jaxmm.rehearsal import Rehearsal
 from jaxmm.request import Result
 from serving.ask import Served
 from serving.protocol import parse_chat_request
@@ -138,13 +139,15 @@ def test_batched_with_others_and_for_another_tenant(on: Engine, cold: Result) ->
 
 @pytest.mark.parametrize("num_tokens", [128, 33])
 def test_forced_retract(on: Engine, num_tokens: int) -> None:
+    """The rival alone fills the pages, and together the two outgrow them whenever the pictures
+    join, for which they have the time of some 100 steps."""
     words = turn("one red house " * 12)
-    alone, expected = (solo(on, *q, max_tokens=64) for q in ((words,), (MESSAGES, PICTURES)))
-    needed = [-(-(r.usage.prompt_tokens + 64) // 16) for r in (alone, expected)]
+    prompt = solo(on, words, max_tokens=1).usage.prompt_tokens
+    expected = solo(on, MESSAGES, PICTURES, max_tokens=150)
     before = on.scheduler.counters.retracts
     tight = {"max_step_tokens": num_tokens, "reserve_tokens": 0}
-    with pages_left(on, max(needed) + 2), scheduling(on, **tight):
-        asked = [request(words, max_tokens=64), request(MESSAGES, PICTURES, max_tokens=64)]
+    with pages_left(on, -(-(prompt + 200) // 16)), scheduling(on, **tight):
+        asked = [request(words, max_tokens=200), request(MESSAGES, PICTURES, max_tokens=150)]
         assert_same(ask(on, *asked)[1], expected)
     assert on.scheduler.counters.retracts > before
 
@@ -225,6 +228,23 @@ def test_settings_that_would_change_it_are_refused_too() -> None:
     load = family_module("gemma3", "processor").ImageProcessor.from_checkpoint
     with pytest.raises(ConfigError, match="leave both at 0"):
         load(checkpoint("gemma3"), max_pixels=50 * 50)
+
+
+def test_pan_and_scan_is_refused_by_name(tmp_path: Path) -> None:
+    for name in ("config.json", "preprocessor_config.json"):
+        raw = json.loads((checkpoint("gemma3") / name).read_text())
+        write_json(tmp_path / name, raw | {"do_pan_and_scan": True})
+    with pytest.raises(ModelError, match="sets do_pan_and_scan: crops beside the picture"):
+        family_module("gemma3", "processor").ImageProcessor.from_checkpoint(tmp_path)
+
+
+def test_a_rehearsed_step_reads_as_many_keys_as_one_of_pictures_does(on: Engine) -> None:
+    parts = on._parts
+    rehearsal = Rehearsal(parts.runner, parts.sizes, parts.model, parts.pool)
+    rung = on.sizes.buckets.tokens[0]
+    batch = rehearsal._batch(parts.runner, rung, page=0)
+    assert (batch["seen_T"] == batch["lengths_B"][1] - 1).all()
+    assert batch["lengths_B"][1] > rung
 
 
 def test_text_that_spells_its_tokens_binds_no_picture(on: Engine) -> None:

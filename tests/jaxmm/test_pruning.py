@@ -1,5 +1,6 @@
 """Pruned videos through the whole engine: against transformers, served in every way."""
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from PIL import Image
 
 from jaxmm.engine import Engine
 from jaxmm.errors import RequestError
-from jaxmm.host.pruning import num_kept
+from jaxmm.host.pruning import choose_rows, num_kept
 from jaxmm.request import Result
 from tests.checkpoints import Family, checkpoint
 from tests.engines import (
@@ -106,13 +107,19 @@ def test_same_answer_however_it_is_served(family: Family) -> None:
         assert_same(cold(on, family), expected)
     with rows_left(on, 2 * STEP_ROWS):  # two steps at a time, encoded again for the answer
         assert_same(ask(on, question(family))[0], expected)
+
+
+def test_same_answer_after_a_retract(family: Family) -> None:
+    """The rival alone fills the pages, and together the two outgrow them whenever the video joins,
+    for which it has the time of some 300 steps."""
+    on = engine(family)
     words = turn("one red house " * 12)
-    alone, long = solo(on, words, max_tokens=64), cold(on, family, max_tokens=64)
-    needed = [-(-(answer.usage.prompt_tokens + 64) // 16) for answer in (alone, long)]
+    prompt, expected = solo(on, words, max_tokens=1), cold(on, family, max_tokens=200)
+    pages = -(-(prompt.usage.prompt_tokens + 400) // 16)
     before = on.scheduler.counters.retracts
-    with pages_left(on, max(needed) + 2), scheduling(on, reserve_tokens=0, max_step_tokens=19):
-        asked = [request(words, max_tokens=64), question(family, max_tokens=64)]
-        assert_same(ask(on, *asked)[1], long)
+    with pages_left(on, pages), scheduling(on, reserve_tokens=0, max_step_tokens=19):
+        asked = [request(words, max_tokens=400), question(family, max_tokens=200)]
+        assert_same(ask(on, *asked)[1], expected)
     assert on.scheduler.counters.retracts > before
 
 
@@ -240,14 +247,56 @@ def test_nothing_compiles_and_nothing_is_left(family: Family) -> None:
     assert quiet(on) == before
 
 
-def test_aborted_while_its_video_is_scored_leaves_nothing() -> None:
+def test_aborted_while_its_video_is_scored_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the fifth plan or so; the arena has room for two of its twelve steps."""
     on = engine("qwen2_vl")
-    before = quiet(on)
-    for _ in range(3):
-        asked = question("qwen2_vl")
-        on.submit(asked, lambda event: None)
-        on.abort(asked.id)
+    before, scorings = quiet(on), on.scheduler.scorings
+    settle, events, met = scorings.settle, [], threading.Event()
+    frames = [png(frame) for frame in clip("qwen2_vl", 24)]
+    asked = request(WHAT, videos=(frames,), video_pruning_rate=0.5)
+
+    def abort_when_begun() -> None:
+        """On the loop's thread, as a plan begins."""
+        if any(2 < scoring.next_step < 12 for scoring in scorings._turns):
+            on.abort(asked.id)
+            met.set()
+        settle()
+
+    monkeypatch.setattr(scorings, "settle", abort_when_begun)
+    with rows_left(on, 2 * STEP_ROWS):
+        on.submit(asked, events.append)
+        assert met.wait(60)
+        assert quiet(on)["has work"] is False
+    monkeypatch.undo()
     assert quiet(on) == before
+    assert events == []
+
+
+def test_rows_are_not_chosen_on_the_loops_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes 2 ms for a video of 768 frames of 42 rows, 15 for one of 256."""
+    on, threads = engine("qwen2_vl"), []
+
+    def choose(scores: Any, rate: float) -> Any:
+        threads.append(threading.current_thread())
+        return choose_rows(scores, rate)
+
+    monkeypatch.setattr("jaxmm.pruner.choose_rows", choose)
+    cold(on, "qwen2_vl")
+    assert threads and on._thread not in threads
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
+def test_two_videos_of_a_request_are_scored_together(family: Family) -> None:
+    on = engine(family)
+    both = (clip(family, 6, 3), clip(family, 8, 60))
+    messages = turn("<video>", "and", "<video>", "in one sentence")
+    result = solo(on, messages, videos=both, video_pruning_rate=0.5)
+    kept = [[rows.tolist() for rows in p.kept] for p in on._parts.known_prunings._table.values()]
+    for video, rows in zip(both, kept, strict=True):
+        solo(on, WHAT, videos=(video,), video_pruning_rate=0.5)
+        [alone] = on._parts.known_prunings._table.values()
+        assert [step.tolist() for step in alone.kept] == rows
+    assert result.usage.video_tokens == sum(len(step) for video in kept for step in video)
 
 
 def refused(rate: Any) -> str:

@@ -9,7 +9,7 @@ from tests.engines import LOGPROB_ATOL, ask, engine, make_engine, picture, reque
 from tests.guards import guarded
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "deepseek_vl2_noaux"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "deepseek_vl2_mla"])
 def test_idle_engine_runs_every_small_bucket_and_answers_as_before(family: Family) -> None:
     asked = request(turn("<image>", "what is it"), [picture(90, 60)], max_tokens=4, logprobs=0)
     (expected,) = ask(engine(family), asked)
@@ -25,6 +25,7 @@ def test_idle_engine_runs_every_small_bucket_and_answers_as_before(family: Famil
             (answer,) = ask(on, asked)
         assert all(parts.runner.was_run("language", rung) for rung in buckets.tokens)
         assert all(parts.runner.was_run("encode", rung) for rung in buckets.patches)
+        assert parts.runner.was_run("score", 0) == (parts.model.video_token_id >= 0)
         assert on.ledger.num_recompiles == 0
         on.flush_caches()
         assert parts.pool.num_free == free

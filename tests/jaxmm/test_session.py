@@ -16,7 +16,7 @@ from jaxmm.engine import Engine
 from jaxmm.errors import JaxmmError, MediaError, RequestError
 from jaxmm.session import Session
 from tests.checkpoints import SERVED, Family
-from tests.engines import ask, engine, on_loop, pages_left, picture, png, request, turn
+from tests.engines import MEDIA, ask, engine, on_loop, pages_left, picture, png, request, turn
 
 WIDE, TALL = png(picture(200, 130, 1)), png(picture(90, 210, 2))
 FIELDS = {"max_tokens": 12, "ignore_eos": True}
@@ -60,6 +60,34 @@ def test_every_turn_is_answered_as_the_whole_conversation(family: Family) -> Non
         assert [m["role"] for m in chat.messages] == ["system", *["user", "assistant"] * 3]
         assert [m["content"] for m in chat.messages[2::2]] == answers
         assert whole(on, chat) == answers[-1]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_videos_are_looked_at_as_the_session_says_and_processed_once(
+    on: Engine, rate: float
+) -> None:
+    frames = [png(picture(112, 84, seed)) for seed in range(8)]
+    clip = (MEDIA / "10f_10fps.mp4").read_bytes()
+    looks: dict[str, Any] = {"fps": 4.0, "video_pruning_rate": rate}
+    with on.session(**looks) as chat:
+        first = chat.send("what happens", videos=[frames], **FIELDS)
+        media, counters = on._parts.media_map, on.scheduler.counters
+        before = media.num_hits, media.num_misses, counters.encoded_items
+        second = chat.send("and then", **FIELDS)
+        assert (media.num_hits, media.num_misses, counters.encoded_items) == before
+        third = chat.send("and here", WIDE, clip, **FIELDS)
+        assert first.usage.video_tokens == second.usage.video_tokens == 4 * 12 * (1 - rate)
+        assert third.usage.video_tokens > second.usage.video_tokens
+        assert second.usage.cached_tokens >= first.usage.prompt_tokens // 16 * 16
+        messages, videos = list(chat.messages[:-1]), chat.videos
+        assert videos == (frames, clip)
+        with pytest.raises(MediaError, match="video 3 of 3"):
+            chat.send("and this", videos=b"none", **FIELDS)
+        assert chat.videos == videos
+    on.flush_caches()
+    alone = generate(messages, [WIDE], videos=list(videos), engine=on, **looks, **FIELDS)
+    assert alone.text == third.text
+    assert alone.usage.video_tokens == third.usage.video_tokens
 
 
 def test_turn_pays_for_what_is_new_alone(on: Engine, chat: Session) -> None:

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import pytest
@@ -30,32 +32,73 @@ from tests.engines import LOGPROB_ATOL
 ROOT = Path(__file__).parents[2]
 
 
-def serve(family: Family, *layouts: str, kind: str = "whole") -> list[dict[str, Any]]:
-    """What each layout (chips of a replica x replicas) made of the same requests, from one process
-    with four simulated chips."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.jaxmm.sharded_answers", kind, family, *layouts],
-        cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+"""Four simulated chips; all layouts are compiled alike, in less time."""
+
+
+class Program:
+    """Serves layouts one after the other: one start of JAX and of torch for all."""
+
+    def __init__(self, errors: TextIO) -> None:
+        self._errors = errors
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.jaxmm.sharded_answers"],
+            cwd=ROOT,
+            env=os.environ | {"XLA_FLAGS": FLAGS},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+
+    def serve(self, family: Family, *layouts: str, kind: str = "whole") -> list[dict[str, Any]]:
+        """What each layout made of the same requests."""
+        if self._process.poll() is not None:  # what failed before ended it
+            self._process = self._start()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(" ".join((kind, family, *layouts)) + "\n")
+        self._process.stdin.flush()
+        return [json.loads(self._process.stdout.readline() or self._fail()) for _ in layouts]
+
+    def _fail(self) -> str:
+        self._process.wait()
+        self._errors.seek(0)
+        raise AssertionError(self._errors.read()[-3000:])
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[Program]:
+    with tempfile.TemporaryFile("w+") as errors:
+        program = Program(errors)
+        yield program
+        program.close()
+
+
+LAYOUTS = {
+    "qwen2_5_vl": ("2x1e", "4x1", "1x2", "2x2"),
+    "qwen3_vl_moe": ("4x1e", "2x2"),
+    "qwen2_vl": ("2x2e",),  # the decoder of qwen2_5_vl
+    "qwen3_vl": ("2x2e",),  # that of qwen3_vl_moe, which has a layer without experts too
+}
+"""Chips of a replica x replicas; with an e the encoder is split too."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_and_drawn_answers_equal_the_unsharded_ones(family: Family) -> None:
-    every = family in ("qwen2_5_vl", "qwen3_vl_moe")  # the others have a decoder of one of these
-    layouts = ["2x1", "4x1", "1x2", "2x2"] if every else ["4x1", "2x2"]
-    whole, *split = serve(family, "1x1", *layouts)
+def test_greedy_and_drawn_answers_equal_the_unsharded_ones(
+    program: Program, family: Family
+) -> None:
+    layouts = LAYOUTS[family]
+    whole, *split = program.serve(family, "1x1", *layouts)
     for layout in [whole, *split]:
-        assert layout["ids"] == whole["ids"]
-        for values, wanted in zip(layout["logprobs"], whole["logprobs"], strict=True):
-            np.testing.assert_allclose(values, wanted, atol=LOGPROB_ATOL)
-        assert layout["cached"] > 0  # the repeated request found the replica that had served it
+        assert_equal(layout, whole)
+        assert_pruned_equal(layout["pruned"], whole["pruned"])
         assert layout["retracts"] > 0
         assert layout["aborted"] > 0
         assert layout["left"] == {}
@@ -66,18 +109,37 @@ def test_greedy_and_drawn_answers_equal_the_unsharded_ones(family: Family) -> No
         assert min(talks["cached"]) > 0
         assert talks["cost"][0] == talks["cost"][1] > 0
         assert talks["dropped"] == 0
-    replicas = [int(layout.partition("x")[2]) for layout in layouts]
+    replicas = [int(layout.removesuffix("e").partition("x")[2]) for layout in layouts]
     assert [len(layout["finished"]) for layout in split] == replicas
 
 
+def assert_pruned_equal(layout: dict[str, Any], whole: dict[str, Any]) -> None:
+    assert layout["ids"] == whole["ids"]
+    np.testing.assert_allclose(layout["logprobs"], whole["logprobs"], atol=LOGPROB_ATOL)
+    assert layout["tokens"] == [4 * 12] * 3  # half of two videos of 4 steps of 12 rows
+    assert layout["encoded"] == 3 * 2 * 4  # on one replica each, that serves the request then
+
+
 @pytest.mark.slow
-def test_answers_from_compressed_rows_equal_the_unsharded_ones() -> None:
-    """Every chip keeps the rows, and its own heads and experts read them."""
-    whole, split = serve("deepseek_vl2_noaux", "1x1", "2x2", kind="brief")
-    assert split["cached"] > 0
-    assert split["ids"] == whole["ids"]
-    for values, wanted in zip(split["logprobs"], whole["logprobs"], strict=True):
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("deepseek_vl2_noaux", "2x2"),  # every chip keeps the compressed rows
+        ("gemma3", "2x1e"),
+    ],
+)
+def test_answers_of_other_families_equal_the_unsharded_ones(
+    program: Program, family: Family, layout: str
+) -> None:
+    whole, split = program.serve(family, "1x1", layout, kind="brief")
+    assert_equal(split, whole)
+
+
+def assert_equal(layout: dict[str, Any], whole: dict[str, Any]) -> None:
+    assert layout["ids"] == whole["ids"]
+    for values, wanted in zip(layout["logprobs"], whole["logprobs"], strict=True):
         np.testing.assert_allclose(values, wanted, atol=LOGPROB_ATOL)
+    assert layout["cached"] > 0  # the repeated request found the replica that had served it
 
 
 def test_names_say_how_arrays_are_split() -> None:
@@ -87,7 +149,9 @@ def test_names_say_how_arrays_are_split() -> None:
     gate_up = param_spec(("text", "layers", 0, "gate_up_2FD"))
     assert gate_up == PartitionSpec(None, "model", None)
     assert param_spec(("text", "norm_D")) == PartitionSpec(None)
-    assert param_spec(("vision", "layers", 0, "qkv_OE")) == PartitionSpec()
+    qkv = ("vision", "layers", 0, "qkv_3OE")
+    assert param_spec(qkv) == PartitionSpec()
+    assert param_spec(qkv, split_encoder=True) == PartitionSpec(None, "model", None)
 
 
 @pytest.mark.parametrize(
@@ -135,3 +199,11 @@ def test_experts_are_split_whole() -> None:
     odd = dataclasses.replace(model, text=text)
     assert not list(rests(model, 2))
     assert list(rests(odd, 2)) == [f"{text.num_experts} experts"]
+
+
+def test_an_encoder_that_is_split_must_divide_too() -> None:
+    model = read_config(checkpoint("qwen2_5_vl"))
+    vision = dataclasses.replace(model.vision, num_heads=1, mlp_width=95)
+    odd = dataclasses.replace(model, vision=vision)
+    assert not list(rests(odd, 2))
+    assert list(rests(odd, 2, split_encoder=True)) == ["1 encoder heads", "95 encoder MLP channels"]

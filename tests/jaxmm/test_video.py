@@ -147,6 +147,20 @@ def test_same_answer_when_known_but_its_rows_are_gone(family: Family) -> None:
     assert encoded(on) == before + 4 + 1  # four steps and a picture, loaded again
 
 
+def test_ids_that_are_expanded_already_are_taken_if_they_are_the_models(family: Family) -> None:
+    on = engine(family)
+    expected = cold(on)
+    preparer = on._parts.preparer
+    ids, slots = on.tokenizer.encode_chat(MESSAGES)
+    media = [*preparer.prepare_clips([CLIP]), *preparer.prepare_items([PICTURE])]
+    expanded = preparer.prompt_of(ids, slots, media).ids.tolist()
+    given: dict[str, Any] = {"images": [PICTURE], "videos": (CLIP,)}
+    assert_same(ask(on, request(None, token_ids=expanded, **given))[0], expected)
+    place = expanded.index(on._parts.model.video_token_id)
+    with pytest.raises(RequestError, match="Send one placeholder for each instead"):
+        ask(on, request(None, token_ids=expanded[:place] + expanded[place + 1 :], **given))
+
+
 def test_same_answer_among_others(family: Family) -> None:
     on = engine(family)
     expected = cold(on)

@@ -38,6 +38,8 @@ SETTINGS = {
     "media.max_pixels": 672 * 336,
 }
 """As for the content gate, so that both share their executables."""
+FAULTS = ("wrong answer", "5xx", "other status", "client fault")
+"""What must not happen; the last is a connection that ended before its answer."""
 
 
 class SoakServer:
@@ -118,7 +120,8 @@ def question(case: dict[str, Any]) -> dict[str, Any]:
 
 
 class Crowd:
-    """Sends random requests and counts how each ended; what must not happen goes to `wrong`."""
+    """Sends random requests and counts how each ended; what must not happen goes to `wrong`, each
+    beginning with one of FAULTS."""
 
     def __init__(self, url: str, seed: int) -> None:
         self._random = random.Random(seed)
@@ -152,7 +155,7 @@ class Crowd:
         try:
             await kind()
         except httpx.TransportError as error:
-            self.wrong.append(f"{kind.__name__}: {type(error).__name__}")
+            self.wrong.append(f"client fault: {kind.__name__} {type(error).__name__} {error}")
 
     async def _post(self, body: Any, key: str | None = None) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -166,10 +169,12 @@ class Crowd:
         response = await self._post(body)
         if response.status_code == 429 and "retry-after" in response.headers:
             self.outcomes["refused"] += 1
-        elif response.status_code != 200:
-            self.wrong.append(f"{response.status_code}: {response.text[:200]}")
+        elif not self._has_status(response, 200):
+            pass
         elif (answer := _text(response, body["stream"])) != case["expected"]:
-            self.wrong.append(f"{case['pictures']}: {answer!r}, not {case['expected']!r}")
+            self.wrong.append(
+                f"wrong answer: {case['pictures']} {answer!r}, not {case['expected']!r}"
+            )
         else:
             self.outcomes["answered"] += 1
             self.seconds.append(time.perf_counter() - start)
@@ -210,22 +215,26 @@ class Crowd:
         body["messages"][0]["content"] = [part, *first]
         response = await self._post(body)
         allowed = (400, 429) if cut else (200, 400, 429)  # a changed byte may leave a picture
-        if response.status_code not in allowed:
-            self.wrong.append(f"corrupt: {response.status_code} {response.text[:200]}")
+        self._has_status(response, *allowed)
         self.outcomes["corrupt"] += 1
 
     async def _malformed(self) -> None:
         text = json.dumps(question(self._random.choice(CASES))).encode()
         response = await self._post(text[: self._random.randrange(len(text))])
-        if response.status_code != 400:
-            self.wrong.append(f"malformed: {response.status_code} {response.text[:200]}")
+        self._has_status(response, 400)
         self.outcomes["malformed"] += 1
 
     async def _intrude(self) -> None:
         response = await self._post(question(CASES[0]), key="no-key-of-yours")
-        if response.status_code != 401:
-            self.wrong.append(f"intruder: {response.status_code}")
+        self._has_status(response, 401)
         self.outcomes["intruders"] += 1
+
+    def _has_status(self, response: httpx.Response, *allowed: int) -> bool:
+        status = response.status_code
+        if status not in allowed:
+            kind = "5xx" if status >= 500 else "other status"
+            self.wrong.append(f"{kind}: {status}, not {allowed}: {response.text[:200]}")
+        return status in allowed
 
 
 def _text(response: httpx.Response, streamed: bool) -> str:

@@ -21,9 +21,9 @@ _POOLED = ("jaxmm-", "asyncio_", "ThreadPoolExecutor")
 """Threads of pools, which are started when they are needed, up to a number."""
 
 
-def resident_bytes() -> int:
-    """Memory of this process that is not shared."""
-    pages = Path("/proc/self/statm").read_text().split()
+def resident_bytes(process: int | str = "self") -> int:
+    """Memory of a process that is not shared."""
+    pages = Path(f"/proc/{process}/statm").read_text().split()
     return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -39,13 +39,18 @@ def _kill(_: Engine) -> dict[str, Any]:
     return {"killed": pid}
 
 
+def _bytes(_: Engine) -> dict[str, Any]:
+    """Of the server and its decoding processes."""
+    return {"bytes": resident_bytes(), "decoding": sum(map(resident_bytes, _children()))}
+
+
 def _children() -> list[int]:
     tasks = Path("/proc/self/task")
     return [int(p) for t in tasks.iterdir() for p in (t / "children").read_text().split()]
 
 
 def _obey(engine: Engine) -> None:
-    commands = {"held": _held, "kill": _kill, "bytes": lambda _: {"bytes": resident_bytes()}}
+    commands = {"held": _held, "kill": _kill, "bytes": _bytes}
     for line in sys.stdin:
         sys.stdout.write(json.dumps(commands[line.strip()](engine)) + "\n")
         sys.stdout.flush()

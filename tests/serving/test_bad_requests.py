@@ -1,10 +1,16 @@
 """A body that is wrong is refused with 400 and the name of what is wrong."""
 
+import json
 import re
 
 import pytest
+from openai.types import completion_create_params as of_text
+from openai.types.chat import completion_create_params as of_chat
 
+from serving.errors import BadBody
 from serving.example import picture_uri
+from serving.protocol import ChatRequest, parse_chat_request
+from serving.text_protocol import CompletionRequest, parse_completion_request
 from tests.serving.conftest import ASK, post
 
 PIXEL = picture_uri()
@@ -77,3 +83,19 @@ def test_a_bad_body_is_refused_by_name(url, engine, body, problem):
     assert re.search(problem, error["message"]), error
     assert error["type"] == "invalid_request_error"
     assert post(url, {"messages": ASK}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("official", "known", "parse", "least"),
+    [(of_chat, ChatRequest, parse_chat_request, {"messages": ASK}),
+     (of_text, CompletionRequest, parse_completion_request, {"prompt": "a"})],
+    ids=["chat", "text"],
+)  # fmt: skip
+def test_no_field_of_the_official_client_is_left_unread(official, known, parse, least):
+    """Those that are taken have tests of their own; the others are refused by their names."""
+    parse(json.dumps(least).encode())
+    fields = official.CompletionCreateParamsBase.__annotations__.keys()
+    assert len(fields) > 15 and fields & known.model_fields.keys() >= {"logprobs", "seed", "stop"}
+    for name in fields - known.model_fields.keys():
+        with pytest.raises(BadBody, match=name):
+            parse(json.dumps({**least, name: "x"}).encode())

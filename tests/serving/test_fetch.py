@@ -5,6 +5,7 @@ import base64
 import contextlib
 import os
 import socket
+import threading
 import time
 
 import httpx
@@ -212,6 +213,17 @@ def test_gzip_is_undone_and_the_declared_type_is_not_believed(host):
     assert fetch(f"{base}/picture", allowed_hosts=allow(host)) == PICTURE
 
 
+def test_what_gzip_made_small_comes_whole(host):
+    """Eight megabytes of zeros, of eight kilobytes."""
+    size, url = 8 << 20, f"http://127.0.0.1:{host.server_port}/bomb"
+    got = fetch_all({"here": url}, max_bytes=size, max_total_bytes=size, allowed_hosts=allow(host))
+    assert got == {"here": bytes(size)}
+    with pytest.raises(MediaTooLarge, match=f"larger than {size - 1} bytes"):
+        fetch_all(
+            {"here": url}, max_bytes=size - 1, max_total_bytes=size, allowed_hosts=allow(host)
+        )
+
+
 def test_hosts_hear_that_videos_are_taken_too(host):
     url = f"http://127.0.0.1:{host.server_port}/clip"
     assert fetch(url, allowed_hosts=allow(host)) == PICTURE
@@ -384,6 +396,28 @@ def test_a_file_is_held_to_the_limits(folder):
             max_total_bytes=1500,
             file_folder=str(folder),
         )
+
+
+def test_files_are_not_read_on_the_threads_that_parse_bodies(folder):
+    """They may wait for a disk of the network, and nobody else should."""
+
+    async def run():
+        let_go = threading.Event()
+        offload = Offload(1)
+        busy = asyncio.create_task(offload.run(1 << 20, let_go.wait, PATIENCE_SECONDS))
+        await asyncio.sleep(0.05)
+        config = FetchConfig(file_folder=str(folder))
+        fetcher = Fetcher(config, offload, max_bytes=1 << 20, max_total_bytes=1 << 20)
+        try:
+            got = await fetcher.fetch_all({"here": f"file://{folder}/a.png"})
+            return got, busy.done()
+        finally:
+            let_go.set()
+            await busy
+            await fetcher.aclose()
+            offload.close()
+
+    assert asyncio.run(run()) == ({"here": PICTURE}, False)
 
 
 def test_a_folder_does_not_open_other_schemes(folder):

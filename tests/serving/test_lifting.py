@@ -32,7 +32,7 @@ def text(value):
 
 
 def encode(body, **options):
-    return bytearray(json.dumps(body, **options).encode())
+    return json.dumps(body, **options).encode()
 
 
 class Bodies:
@@ -120,11 +120,11 @@ def test_a_name_cannot_be_guessed():
 
 @given(st.randoms(), st.lists(st.sampled_from(["{", "}", '"', ":", ",", "\\", '"data:', LARGE])))
 def test_any_bytes_are_refused_or_read_as_without(rng, pieces):
-    body = bytearray("".join(pieces).encode())
+    body = "".join(pieces).encode()
     whole = encode({**ASK, "user": "".join(pieces)})
     if rng.random() < 0.5:
         at = rng.randrange(len(whole))
-        whole[at : at + 1] = rng.choice([b"", b'"', b"\\", b"}"])
+        whole = whole[:at] + rng.choice([b"", b'"', b"\\", b"}"]) + whole[at + 1 :]
     for data in (body, whole):
         try:
             expected = read_whole(data)

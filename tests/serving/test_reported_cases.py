@@ -16,7 +16,9 @@ import httpx
 import pytest
 
 from jaxmm.engine import Engine
+from jaxmm.host.chat import ChatTokenizer
 from serving.config import FetchConfig, ServerConfig
+from tests.chat_checkpoints import NO_IMAGES, write_checkpoint
 from tests.engines import MEDIA, engine, on_loop, picture, png
 from tests.fakes import FakeEngine
 from tests.held import quiet
@@ -103,6 +105,20 @@ def test_a_url_whose_content_changes_is_asked_again(tokenizer: Any, host: Any) -
             assert post(url, body).status_code == 200
     first, second = (request.images[0] for request in fake.requests)
     assert first != second
+
+
+def test_a_template_that_drops_pictures_is_refused_with_both_counts(tmp_path: Path) -> None:
+    """Also where two turns of the user follow each other."""
+    directory = write_checkpoint(tmp_path, NO_IMAGES)
+    fake = FakeEngine(ChatTokenizer.from_checkpoint(directory))
+    with running(fake) as url:
+        body = asking(uri(MEDIA.joinpath("size_384x384.png").read_bytes()))
+        answer = post(url, body | {"messages": body["messages"] * 2})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert "2 images and the chat template placed 0" in error["message"]
+        assert error["code"] == "media_count_mismatch"
+        assert post(url, {"messages": ASK}).status_code == 200
 
 
 def test_sound_is_refused_by_its_name(real: str) -> None:

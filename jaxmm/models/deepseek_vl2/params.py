@@ -86,7 +86,7 @@ def _mlp(width: int, inner: int, at: ParameterPath, source: str) -> list[Paramet
     gate_up = stacked(source, "weight", {"gate_proj": inner, "up_proj": inner}, (width,))
     down = Tensor(f"{source}.down_proj.weight", (width, inner))
     return [
-        Parameter((*at, "gate_up_2FD"), gate_up, new_axis=True),
+        Parameter((*at, "gate_up_2FD"), gate_up, parts=2),
         Parameter((*at, "down_DF"), (down,)),
     ]
 

@@ -28,6 +28,7 @@ class VisionEncoder(nnx.Module):
         config: VisionConfig,
         *,
         implementation: Implementation = "portable",
+        axis: str | None = None,
         dtype: DTypeLike = jnp.float32,
     ):
         self.config = config
@@ -36,7 +37,7 @@ class VisionEncoder(nnx.Module):
         self.patch_EU = zeros(dtype, width, config.patch_values)
         self.patch_E = zeros(dtype, width)
         self.positions_1XE = zeros(dtype, 1, config.tile_side**2, width)
-        self.layers = nnx.List([Layer(config, dtype, tanh_gelu) for _ in range(config.depth)])
+        self.layers = nnx.List([Layer(config, dtype, tanh_gelu, axis) for _ in range(config.depth)])
         self.norm_E = zeros(dtype, width)
         self.norm_bias_E = zeros(dtype, width)
         self.hidden_DX = zeros(dtype, out_width, width * config.merged_patches)
@@ -55,12 +56,12 @@ class VisionEncoder(nnx.Module):
         """
         x_NE = self._embed(lane)
 
-        def attend(qkv_NO: Array, num_heads: int) -> Array:
+        def attend(qkv_NO: Array) -> Array:
             return attend_images(
                 qkv_NO,
                 None,
                 lane.segment_N,
-                num_heads=num_heads,
+                channels=self.config.head_channels,
                 implementation=self.implementation,
             )
 

@@ -66,7 +66,7 @@ def _text_layer(config: TextConfig, layer: int) -> list[Parameter]:
         Parameter(
             (*at, "gate_up_2FD"),
             stacked(f"{source}.mlp", "weight", gate_up, (width,)),
-            new_axis=True,
+            parts=2,
         ),
         Parameter((*at, "down_DF"), (Tensor(f"{source}.mlp.down_proj.weight", (width, inner)),)),
     ]
@@ -90,8 +90,12 @@ def _vision(config: VisionConfig) -> list[Parameter]:
         heads = dict.fromkeys(("q_proj", "k_proj", "v_proj"), width)
         table += [
             *layer_norm(at, "attn_", f"{block}.layer_norm1", width),
-            Parameter((*at, "qkv_OE"), stacked(f"{block}.self_attn", "weight", heads, (width,))),
-            Parameter((*at, "qkv_O"), stacked(f"{block}.self_attn", "bias", heads)),
+            Parameter(
+                (*at, "qkv_3OE"),
+                stacked(f"{block}.self_attn", "weight", heads, (width,)),
+                parts=3,
+            ),
+            Parameter((*at, "qkv_3O"), stacked(f"{block}.self_attn", "bias", heads), parts=3),
             *linear(at, "out_EO", "out_E", f"{block}.self_attn.out_proj", (width, width)),
             *layer_norm(at, "mlp_", f"{block}.layer_norm2", width),
             *linear(at, "up_FE", "up_F", f"{block}.mlp.fc1", (config.mlp_width, width)),

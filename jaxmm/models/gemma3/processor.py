@@ -168,7 +168,10 @@ def _read_resample(directory: Path, side: int) -> int:
         if table.get(key) is False:
             raise ModelError(f"preprocessor_config.json sets {key}=false; only true is supported")
     if table.get("do_pan_and_scan"):
-        raise ModelError("preprocessor_config.json sets do_pan_and_scan; it is not supported")
+        raise ModelError(
+            "preprocessor_config.json sets do_pan_and_scan: crops beside the picture, not "
+            "supported. Set it to false: pictures are seen whole, the default of transformers"
+        )
     size = table.get("size") or {"height": side, "width": side}
     if (size.get("height"), size.get("width")) != (side, side):
         raise ModelError(

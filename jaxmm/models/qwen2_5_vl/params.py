@@ -41,7 +41,9 @@ def _vision_layer(config: VisionConfig, layer: int) -> list[Parameter]:
         Parameter((*at, "attn_norm_E"), (Tensor(f"{block}.norm1.weight", (width,)),)),
         *attention(at, f"{block}.attn", width),
         Parameter((*at, "mlp_norm_E"), (Tensor(f"{block}.norm2.weight", (width,)),)),
-        Parameter((*at, "gate_up_OE"), stacked(f"{block}.mlp", "weight", gate_up, (width,))),
-        Parameter((*at, "gate_up_O"), stacked(f"{block}.mlp", "bias", gate_up)),
+        Parameter(
+            (*at, "gate_up_2FE"), stacked(f"{block}.mlp", "weight", gate_up, (width,)), parts=2
+        ),
+        Parameter((*at, "gate_up_2F"), stacked(f"{block}.mlp", "bias", gate_up), parts=2),
         *linear(at, "down_EF", "down_E", f"{block}.mlp.down_proj", (width, mlp_width)),
     ]

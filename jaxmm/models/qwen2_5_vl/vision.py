@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxmm.device.lane import Lane
 from jaxmm.device.lane_attention import attend_windows
-from jaxmm.device.linear import linear
+from jaxmm.device.linear import linear, summed_linear
 from jaxmm.device.norms import rms_norm
 from jaxmm.device.rope import Rope
 from jaxmm.models.config import VisionConfig
@@ -21,6 +21,7 @@ from jaxmm.models.qwen2_vl.vision import (
     NORM_EPS,
     Attend,
     embed_patches,
+    fused_heads,
     merge,
     rope_angles,
     segment_attend,
@@ -37,28 +38,29 @@ class VisionEncoder(nnx.Module):
         config: VisionConfig,
         *,
         implementation: Implementation = "portable",
+        axis: str | None = None,
         dtype: DTypeLike = jnp.float32,
     ):
         self.config = config
         self.implementation = implementation
         self.patch_EU = zeros(dtype, config.width, config.temporal_patch_size * config.patch_values)
-        self.layers = nnx.List([_Layer(config, dtype) for _ in range(config.depth)])
+        self.layers = nnx.List([_Layer(config, dtype, axis) for _ in range(config.depth)])
         self.merger = _Merger(config, dtype)
 
     def __call__(self, lane: Lane) -> Float[Array, "M D"]:
         """Encode one lane to N // 4 rows in lane order, finite for padding."""
         x_NE = embed_patches(lane, self.patch_EU[...], self.config)
         rope = Rope.of(rope_angles(lane.coords_N2, self.config.head_channels))
-        attend_image = segment_attend(lane, rope, self.implementation)
+        attend_image = segment_attend(lane, rope, self.config, self.implementation)
         window_N = lane.window_N
         assert window_N is not None, "this family has windows"
 
-        def attend_window(qkv_NO: Array, num_heads: int) -> Array:
+        def attend_window(qkv_NO: Array) -> Array:
             return attend_windows(
                 qkv_NO,
                 rope,
                 window_N,
-                num_heads=num_heads,
+                channels=self.config.head_channels,
                 block=self.config.window_patches,
                 implementation=self.implementation,
             )
@@ -73,29 +75,31 @@ class VisionEncoder(nnx.Module):
 class _Layer(nnx.Module):
     """Pre-norm transformer layer."""
 
-    def __init__(self, config: VisionConfig, dtype: DTypeLike):
+    def __init__(self, config: VisionConfig, dtype: DTypeLike, axis: str | None):
         width, mlp_width = config.width, config.mlp_width
-        self.num_heads = config.num_heads
+        self.axis = axis
         self.attn_norm_E = zeros(dtype, width)
-        self.qkv_OE = zeros(dtype, 3 * width, width)
-        self.qkv_O = zeros(dtype, 3 * width)
+        self.qkv_3OE = zeros(dtype, 3, width, width)
+        self.qkv_3O = zeros(dtype, 3, width)
         self.out_EO = zeros(dtype, width, width)
         self.out_E = zeros(dtype, width)
         self.mlp_norm_E = zeros(dtype, width)
-        self.gate_up_OE = zeros(dtype, 2 * mlp_width, width)
-        self.gate_up_O = zeros(dtype, 2 * mlp_width)
+        self.gate_up_2FE = zeros(dtype, 2, mlp_width, width)
+        self.gate_up_2F = zeros(dtype, 2, mlp_width)
         self.down_EF = zeros(dtype, width, mlp_width)
         self.down_E = zeros(dtype, width)
 
     def __call__(self, x_NE: Float[Array, "N E"], attend: Attend) -> Float[Array, "N E"]:
         normed_NE = rms_norm(x_NE, self.attn_norm_E[...], NORM_EPS)
-        qkv_NO = linear(normed_NE, self.qkv_OE[...], self.qkv_O[...])
-        attended_NO = attend(qkv_NO, self.num_heads)
-        x_NE = x_NE + linear(attended_NO, self.out_EO[...], self.out_E[...])
+        attended_NO = attend(fused_heads(normed_NE, self.qkv_3OE[...], self.qkv_3O[...]))
+        x_NE = x_NE + summed_linear(attended_NO, self.out_EO[...], self.out_E[...], self.axis)
         normed_NE = rms_norm(x_NE, self.mlp_norm_E[...], NORM_EPS)
-        gate_up_NO = linear(normed_NE, self.gate_up_OE[...], self.gate_up_O[...])
-        gate_NF, up_NF = jnp.split(gate_up_NO, 2, axis=-1)
-        return x_NE + linear(jax.nn.silu(gate_NF) * up_NF, self.down_EF[...], self.down_E[...])
+        # two products: halves of one that do not begin at a multiple of 128 are copied
+        gate_NF, up_NF = (
+            linear(normed_NE, self.gate_up_2FE[i], self.gate_up_2F[i]) for i in range(2)
+        )
+        gated_NF = jax.nn.silu(gate_NF) * up_NF
+        return x_NE + summed_linear(gated_NF, self.down_EF[...], self.down_E[...], self.axis)
 
 
 class _Merger(nnx.Module):

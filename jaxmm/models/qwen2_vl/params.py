@@ -69,7 +69,7 @@ def _text_layer(config: TextConfig, layer: int) -> list[Parameter]:
         Parameter(
             (*at, "gate_up_2FD"),
             stacked(f"{prefix}mlp", "weight", gate_up, (width,)),
-            new_axis=True,
+            parts=2,
         ),
         Parameter((*at, "down_DF"), (Tensor(f"{prefix}mlp.down_proj.weight", (width, mlp_width)),)),
     ]
@@ -130,9 +130,10 @@ def patch_embedding(config: VisionConfig) -> Parameter:
 
 
 def attention(at: ParameterPath, source: str, width: int) -> list[Parameter]:
-    """The two projections of an attention layer."""
+    """The two projections of an attention layer, the first by queries, keys and values."""
     return [
-        *linear(at, "qkv_OE", "qkv_O", f"{source}.qkv", (3 * width, width)),
+        Parameter((*at, "qkv_3OE"), (Tensor(f"{source}.qkv.weight", (3 * width, width)),), parts=3),
+        Parameter((*at, "qkv_3O"), (Tensor(f"{source}.qkv.bias", (3 * width,)),), parts=3),
         *linear(at, "out_EO", "out_E", f"{source}.proj", (width, width)),
     ]
 

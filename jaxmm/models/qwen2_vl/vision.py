@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int32, UInt8
 
 from jaxmm.device.lane import Lane
 from jaxmm.device.lane_attention import attend_images
-from jaxmm.device.linear import linear
+from jaxmm.device.linear import linear, summed_linear
 from jaxmm.device.norms import layer_norm
 from jaxmm.device.rope import Rope
 from jaxmm.models.config import VisionConfig
@@ -25,8 +25,8 @@ from kernels_pallas.segment_attention.api import Implementation
 NORM_EPS = 1e-6
 ROPE_THETA = 10000.0
 
-Attend = Callable[[Array, int], Array]
-"""The fused projection [N, O] and its number of heads to the attended values [N, E]."""
+Attend = Callable[[Array], Array]
+"""The fused projection [N, 3 O] to the attended values [N, O], of the heads that a chip has."""
 
 
 class VisionEncoder(nnx.Module):
@@ -37,19 +37,22 @@ class VisionEncoder(nnx.Module):
         config: VisionConfig,
         *,
         implementation: Implementation = "portable",
+        axis: str | None = None,
         dtype: DTypeLike = jnp.float32,
     ):
         self.config = config
         self.implementation = implementation
         self.patch_EU = zeros(dtype, config.width, config.temporal_patch_size * config.patch_values)
-        self.layers = nnx.List([Layer(config, dtype, quick_gelu) for _ in range(config.depth)])
+        self.layers = nnx.List(
+            [Layer(config, dtype, quick_gelu, axis) for _ in range(config.depth)]
+        )
         self.merger = Merger(config, config.width, dtype)
 
     def __call__(self, lane: Lane) -> Float[Array, "M D"]:
         """Encode one lane to N // 4 rows in lane order, finite for padding."""
         x_NE = embed_patches(lane, self.patch_EU[...], self.config)
         rope = Rope.of(rope_angles(lane.coords_N2, self.config.head_channels))
-        attend = segment_attend(lane, rope, self.implementation)
+        attend = segment_attend(lane, rope, self.config, self.implementation)
 
         for layer in self.layers:
             with jax.named_scope("vision_layer"):
@@ -61,15 +64,19 @@ class Layer(nnx.Module):
     """Pre-norm transformer layer."""
 
     def __init__(
-        self, config: VisionConfig, dtype: DTypeLike, activation: Callable[[Array], Array]
+        self,
+        config: VisionConfig,
+        dtype: DTypeLike,
+        activation: Callable[[Array], Array],
+        axis: str | None,
     ):
         self.activation = activation
+        self.axis = axis
         width, mlp_width = config.width, config.mlp_width
-        self.num_heads = config.num_heads
         self.attn_norm_E = zeros(dtype, width)
         self.attn_norm_bias_E = zeros(dtype, width)
-        self.qkv_OE = zeros(dtype, 3 * width, width)
-        self.qkv_O = zeros(dtype, 3 * width)
+        self.qkv_3OE = zeros(dtype, 3, width, width)
+        self.qkv_3O = zeros(dtype, 3, width)
         self.out_EO = zeros(dtype, width, width)
         self.out_E = zeros(dtype, width)
         self.mlp_norm_E = zeros(dtype, width)
@@ -81,12 +88,11 @@ class Layer(nnx.Module):
 
     def __call__(self, x_NE: Float[Array, "N E"], attend: Attend) -> Float[Array, "N E"]:
         normed_NE = layer_norm(x_NE, self.attn_norm_E[...], self.attn_norm_bias_E[...], NORM_EPS)
-        qkv_NO = linear(normed_NE, self.qkv_OE[...], self.qkv_O[...])
-        attended_NO = attend(qkv_NO, self.num_heads)
-        x_NE = x_NE + linear(attended_NO, self.out_EO[...], self.out_E[...])
+        attended_NO = attend(fused_heads(normed_NE, self.qkv_3OE[...], self.qkv_3O[...]))
+        x_NE = x_NE + summed_linear(attended_NO, self.out_EO[...], self.out_E[...], self.axis)
         normed_NE = layer_norm(x_NE, self.mlp_norm_E[...], self.mlp_norm_bias_E[...], NORM_EPS)
         up_NF = self.activation(linear(normed_NE, self.up_FE[...], self.up_F[...]))
-        return x_NE + linear(up_NF, self.down_EF[...], self.down_E[...])
+        return x_NE + summed_linear(up_NF, self.down_EF[...], self.down_E[...], self.axis)
 
 
 class Merger(nnx.Module):
@@ -114,12 +120,25 @@ def zeros(dtype: DTypeLike, *shape: int) -> nnx.Param[Array]:
     return nnx.Param(jnp.zeros(shape, dtype))
 
 
-def segment_attend(lane: Lane, rope: Rope, implementation: Implementation) -> Attend:
+def fused_heads(
+    x_NE: Float[Array, "N E"], qkv_3OE: Float[Array, "3 O E"], qkv_3O: Float[Array, "3 O"]
+) -> Float[Array, "N 3*O"]:
+    """Queries, keys and values, each with the heads that a chip has side by side."""
+    return linear(x_NE, qkv_3OE.reshape(-1, qkv_3OE.shape[-1]), qkv_3O.reshape(-1))
+
+
+def segment_attend(
+    lane: Lane, rope: Rope, config: VisionConfig, implementation: Implementation
+) -> Attend:
     """Attention of each patch over its own frame."""
 
-    def attend(qkv_NO: Array, num_heads: int) -> Array:
+    def attend(qkv_NO: Array) -> Array:
         return attend_images(
-            qkv_NO, rope, lane.segment_N, num_heads=num_heads, implementation=implementation
+            qkv_NO,
+            rope,
+            lane.segment_N,
+            channels=config.head_channels,
+            implementation=implementation,
         )
 
     return attend

@@ -54,7 +54,7 @@ def _mlp(config: TextConfig, at: ParameterPath, source: str) -> list[Parameter]:
         Parameter(
             (*at, "gate_up_2FD"),
             stacked(source, "weight", gate_up, (config.width,)),
-            new_axis=True,
+            parts=2,
         ),
         Parameter((*at, "down_DF"), (down,)),
     ]

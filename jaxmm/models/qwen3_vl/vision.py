@@ -33,6 +33,7 @@ class VisionEncoder(nnx.Module):
         config: VisionConfig,
         *,
         implementation: Implementation = "portable",
+        axis: str | None = None,
         dtype: DTypeLike = jnp.float32,
     ):
         self.config = config
@@ -41,7 +42,7 @@ class VisionEncoder(nnx.Module):
         self.patch_EU = zeros(dtype, width, config.temporal_patch_size * config.patch_values)
         self.patch_E = zeros(dtype, width)
         self.positions_XE = zeros(dtype, config.position_side**2, width)
-        self.layers = nnx.List([Layer(config, dtype, tanh_gelu) for _ in range(config.depth)])
+        self.layers = nnx.List([Layer(config, dtype, tanh_gelu, axis) for _ in range(config.depth)])
         self.merger = Merger(config, width, dtype)
         self.deepstack = nnx.List([Merger(config, merged, dtype) for _ in config.deepstack_layers])
 
@@ -52,7 +53,7 @@ class VisionEncoder(nnx.Module):
         side = self.config.position_side
         x_NE += interpolate(self.positions_XE[...], side, lane.coords_N2, lane.size_N2)
         rope = Rope.of(rope_angles(lane.coords_N2, self.config.head_channels))
-        attend = segment_attend(lane, rope, self.implementation)
+        attend = segment_attend(lane, rope, self.config, self.implementation)
         levels: list[Array] = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope("vision_layer"):

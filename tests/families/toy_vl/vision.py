@@ -20,6 +20,7 @@ class VisionEncoder(nnx.Module):
         config: VisionConfig,
         *,
         implementation: Implementation = "portable",
+        axis: str | None = None,
         dtype: DTypeLike = jnp.float32,
     ):
         self.patch_EU = zeros(dtype, config.width, config.patch_values)

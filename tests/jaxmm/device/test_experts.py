@@ -57,6 +57,13 @@ def test_each_token_is_the_weighted_sum_of_its_experts(seed: int, bias: list[flo
     assert_close(_routed(x, gate_up, down, logits), plain(x, gate_up, down, logits))
 
 
+def test_a_token_alone_fills_no_block() -> None:
+    """As in a decode step of one request: two runs of one row."""
+    x, gate_up, down = weights(4)
+    logits = np.random.default_rng(4).standard_normal((1, EXPERTS)).astype(np.float32)
+    assert_close(_routed(x[:1], gate_up, down, logits), plain(x[:1], gate_up, down, logits))
+
+
 @pytest.mark.parametrize(
     "counts",
     [(0, 0, 40, 0, 0), (8, 8, 8, 8, 8), (16, 0, 1, 23, 0), (17, 15, 0, 0, 8), (0, 0, 0, 0, 40)],

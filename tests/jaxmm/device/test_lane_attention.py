@@ -18,7 +18,7 @@ TOLERANCE = 2e-5
 
 @functools.partial(jax.jit, static_argnames="implementation")
 def attend(qkv, rope, segments, *, implementation):
-    return attend_images(qkv, rope, segments, num_heads=HEADS, implementation=implementation)
+    return attend_images(qkv, rope, segments, channels=CHANNELS, implementation=implementation)
 
 
 @pytest.mark.parametrize("turned", [True, False])

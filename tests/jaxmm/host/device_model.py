@@ -8,8 +8,10 @@ with what it must be, and the tokens that come out with those of the sequence al
 import hashlib
 from functools import lru_cache
 
+import numpy as np
+
 from jaxmm.host.item import Prompt, Span
-from jaxmm.host.plan import Plan
+from jaxmm.host.plan import Plan, ScoreJob
 from jaxmm.host.scheduler import Scheduler
 from jaxmm.host.sequence import Sequence, Status
 
@@ -63,6 +65,8 @@ class DeviceModel:
             self.encoded.append(job.item.identity)
             for row, slot in enumerate(job.lease.slots.tolist()):
                 self.rows[slot] = (job.item.identity, row)
+        for job in plan.scores:
+            self._check_pair(job)
         work = [(s, Span(i, i + 1), True) for s, i in plan.decodes] + list(plan.extends)
         sequences = [sequence for sequence, _, _ in work]
         assert len(set(map(id, sequences))) == len(sequences), "a sequence is planned twice"
@@ -77,6 +81,15 @@ class DeviceModel:
     def place(self, sequence: Sequence, token: int) -> tuple[int, int]:
         page, offset = divmod(token, self.page_size)
         return int(sequence.pages.array[page]), offset
+
+    def _check_pair(self, job: ScoreJob) -> None:
+        """Two steps of one video next to each other are compared, row by row."""
+        scoring, step = job.pair
+        pair = scoring.steps[step - 1 : step + 1]
+        assert pair[1].step == pair[0].step + 1
+        for item, slots in zip(pair, (job.before, job.after), strict=True):
+            found = [self.rows[slot] for slot in slots.tolist()]
+            assert found == [(item.identity, row) for row in range(item.num_rows)]
 
     def _run_row(self, sequence, span, samples, owner) -> tuple[Sequence, int] | None:
         kv = self._check_prefix(sequence, span.start, owner)
@@ -115,6 +128,14 @@ class DeviceModel:
         return content
 
 
+def tell_scores(plan: Plan) -> None:
+    """Of every row that was compared, the number of its step."""
+    for job in plan.scores:
+        scoring, step = job.pair
+        item = scoring.steps[step]
+        scoring.take(step, np.full(item.num_rows, item.step, np.float32))
+
+
 class Loop:
     """The engine's loop: the results of a step are known only after the next one is planned."""
 
@@ -132,6 +153,7 @@ class Loop:
         if plan is not None:
             self._check(plan)
             results = self.device.run(plan)
+            tell_scores(plan)
             self.unanswered += plan.missing_features
             self.plans.append(plan)
         self._deliver(self.in_flight)
@@ -143,7 +165,9 @@ class Loop:
         for _ in range(max_steps):
             if not self.scheduler.has_work:
                 return
-            self.step()
+            busy = self.in_flight or self.unanswered
+            plan = self.step()
+            assert plan or busy or not self.scheduler.has_work, "nothing would ever go on"
             while self.unanswered and answer:
                 answer(*self.unanswered.pop())
         raise AssertionError(f"work is left after {max_steps} steps")

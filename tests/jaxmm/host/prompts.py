@@ -1,5 +1,6 @@
 """Prompts for tests of the host: text ids and pictures written as a list of parts."""
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ import numpy as np
 from jaxmm.host.item import Item, Modality, Prompt, Span
 
 PLACEHOLDER = 7
+BETWEEN = 8
+"""Text between the spans of one picture."""
 MERGE = 4
 """Patches of a row."""
 
@@ -21,6 +24,12 @@ class Picture:
     has_features: bool = True
     forged: bool = False
     """The caller gave a hash of its own, the same for all forged pictures."""
+    cuts: tuple[int, ...] = ()
+    """Rows before which a text token stands: the picture has one span more for each."""
+
+    def __len__(self) -> int:
+        """Tokens, those between its spans counted."""
+        return self.num_rows + len(self.cuts)
 
 
 def identity_of(name: str) -> bytes:
@@ -43,8 +52,16 @@ def make_item(picture: Picture, offsets: tuple[Span, ...]) -> Item:
     )
 
 
+def steps_of(names: str | list[str], num_rows: int) -> tuple[Item, ...]:
+    """A video whose steps have these contents."""
+    return tuple(
+        dataclasses.replace(make_item(Picture(name, num_rows), ()), modality=Modality.VIDEO, step=i)
+        for i, name in enumerate(names)
+    )
+
+
 def make_prompt(*parts: list[int] | Picture) -> Prompt:
-    """Expand parts: ids as they are, pictures as runs of placeholders."""
+    """Expand parts: ids as they are, pictures as runs of placeholders, `BETWEEN` their spans."""
     ids: list[int] = []
     cache_ids: list[int] = []
     item_index: list[int] = []
@@ -57,12 +74,21 @@ def make_prompt(*parts: list[int] | Picture) -> Prompt:
             item_index += [-1] * len(part)
             row_index += [-1] * len(part)
             continue
-        rows = range(part.num_rows)
-        items.append(make_item(part, (Span(len(ids), len(ids) + part.num_rows),)))
-        ids += [PLACEHOLDER] * part.num_rows
-        cache_ids += [items[-1].sentinels[row % 4] for row in rows]
-        item_index += [len(items) - 1] * part.num_rows
-        row_index += rows
+        edges = [0, *part.cuts, part.num_rows]
+        starts = [len(ids) + first + i for i, first in enumerate(edges[:-1])]
+        counts = np.diff(edges).tolist()
+        offsets = tuple(Span(start, start + n) for start, n in zip(starts, counts, strict=True))
+        items.append(make_item(part, offsets))
+        for span, first in zip(offsets, edges, strict=False):
+            if first:
+                ids.append(BETWEEN)
+                cache_ids.append(BETWEEN)
+                item_index.append(-1)
+                row_index.append(-1)
+            ids += [PLACEHOLDER] * len(span)
+            cache_ids += [items[-1].sentinels[i % 4] for i in range(len(span))]
+            item_index += [len(items) - 1] * len(span)
+            row_index += range(first, first + len(span))
     length = np.arange(len(ids), dtype=np.int32)
     return Prompt(
         ids=np.array(ids, np.int64),

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import pytest
 
 from jaxmm.host.decodes import Found
-from jaxmm.host.kept import Keep, KeptPicture
+from jaxmm.host.kept import Keep, KeptMedium
 from jaxmm.host.media_map import Known
 from jaxmm.host.page_pool import PagePool
 from jaxmm.host.pins import Pins
@@ -102,7 +102,7 @@ def test_beyond_the_number_of_conversations_too(kit: Kit) -> None:
 
 def with_pictures(*sizes: int) -> Keep:
     """A conversation with processed pictures of so many bytes."""
-    keep = Keep(seconds=9, pictures=[KeptPicture(b"") for _ in sizes])
+    keep = Keep(seconds=9, pictures=[KeptMedium(b"") for _ in sizes])
     for picture, size in zip(keep.pictures, sizes, strict=True):
         known = Known(b"", (1, 1, 1), 1)
         picture.take(Found(known, np.zeros((1, size), np.uint8), np.zeros(1, np.float32)), (1, 1))

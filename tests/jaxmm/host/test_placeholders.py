@@ -16,6 +16,7 @@ from jaxmm.host.placeholders import (
     check_slots,
     expand_slots,
     find_spans,
+    fold_expanded,
     pad_expanded,
     prompt_of_spans,
     unfold,
@@ -182,6 +183,18 @@ def test_markers_bound_the_outer_item(ids: list, spans: list) -> None:
 def test_markers_that_do_not_pair_are_refused(ids: list) -> None:
     with pytest.raises(PlaceholderError):
         find_spans(np.array(ids), START, END)
+
+
+def test_an_expanded_prompt_is_folded_to_one_placeholder_an_item() -> None:
+    """A picture, a video of two steps with text before each, and markers around text alone."""
+    clip = PAD + 5
+    step = [7, START, clip, clip, END]
+    ids = [1, START, PAD, PAD, PAD, END, 2, START, *step, *step, END, START, 6, END, 3]
+    folded, slots = fold_expanded(np.array(ids), START, END, PAD, clip)
+    assert folded.tolist() == [1, START, PAD, END, 2, START, clip, END, START, 6, END, 3]
+    assert slots.tolist() == [2, 6]
+    same, unmoved = fold_expanded(folded, START, END, PAD, clip)
+    assert (same.tolist(), unmoved.tolist()) == (folded.tolist(), slots.tolist())
 
 
 def test_one_id_cannot_mark_both_ends() -> None:

@@ -15,11 +15,12 @@ from jaxmm.host.kept import Keep
 from jaxmm.host.page_pool import PagePool
 from jaxmm.host.prefix_cache import PrefixCache
 from jaxmm.host.scheduler import Scheduler, SchedulerConfig
+from jaxmm.host.scoring import Scoring
 from jaxmm.host.sequence import Sequence, Status
 from jaxmm.host.waiting import FAIRNESS_WINDOW, MAX_OVERTAKEN
 from jaxmm.request import SamplingParams
 from tests.jaxmm.host.device_model import DeviceModel, Loop, reference_output
-from tests.jaxmm.host.prompts import MERGE, Picture, make_item, make_prompt
+from tests.jaxmm.host.prompts import MERGE, Picture, make_item, make_prompt, steps_of
 
 PAGE = 4
 CONFIG = SchedulerConfig(
@@ -315,7 +316,7 @@ def test_missing_features_are_asked_for_once_and_hold_up_nobody_else():
     loop.step()
     assert loop.scheduler.plan() is None
     item = make_item(Picture("a", 4), waits.prompt.items[0].offsets)
-    loop.scheduler.provide_features(waits, 0, item)
+    loop.scheduler.provide_features(waits, 0, [item])
     assert spans(loop.step()) == [("waits", (0, 5))]
 
 
@@ -326,7 +327,7 @@ def test_the_completions_of_a_request_ask_for_features_once():
     (question,) = loop.step().missing_features
     assert loop.scheduler.plan() is None
     item = make_item(Picture("a", 8), (Span(0, 8),))
-    loop.scheduler.provide_features(*question, item)
+    loop.scheduler.provide_features(*question, [item])
     loop.drain(9)
     assert len(loop.device.encoded) == 1
 
@@ -462,6 +463,22 @@ def test_aborting_an_unknown_request_does_nothing():
     loop.scheduler.abort("nobody")
 
 
+def test_an_item_of_several_spans_is_encoded_once_and_its_rows_stay_until_the_last_of_them():
+    loop, pool, cache, arena = build(num_rows=16, max_step_tokens=4)
+    sequence = sequence_of([1, 1], Picture("a", 8, cuts=(3, 5)), [2] * 6, max_tokens=1)
+    [item] = sequence.prompt.items
+    assert item.offsets == (Span(2, 5), Span(6, 8), Span(9, 12))
+    loop.scheduler.add(sequence)
+    leased = []
+    while sequence.status is not Status.FINISHED:
+        loop.step()
+        leased.append(bool(sequence.leases))
+    assert leased == [True, True, True, False, False, False]  # tokens up to 4, 8, 12, 16, 18
+    assert loop.device.encoded == [item.identity]
+    assert sequence.output_ids == reference_output(sequence)
+    assert_nothing_is_held(pool, cache, arena)
+
+
 # Anything, in any order
 
 PARTS = st.lists(
@@ -473,11 +490,12 @@ PARTS = st.lists(
             st.sampled_from([3, 8, 11]),
             st.booleans(),
             st.booleans(),
+            st.sampled_from([(), (1,), (1, 2)]),
         ),
     ),
     min_size=1,
     max_size=4,
-).filter(lambda parts: sum(len(p) if isinstance(p, list) else p.num_rows for p in parts) <= 40)
+).filter(lambda parts: sum(map(len, parts)) <= 40)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -499,6 +517,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sequences: list[Sequence] = []
         self.num_requests = 0
         self.keeps = [Keep(seconds=1.0) for _ in range(3)]
+        self.told: list[int] = []  # of each scoring, how often it was told its scores
+        self.left: set[int] = set()
 
     @rule(parts=PARTS, n=st.integers(1, 2), tokens=st.integers(1, 16), salt=st.sampled_from("xxy"))
     def add(self, parts, n, tokens, salt):
@@ -510,16 +530,47 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.add(*sequences)
         self.sequences += sequences
 
+    @rule(
+        videos=st.lists(st.text("abc", min_size=2, max_size=5), min_size=1, max_size=2),
+        num_rows=st.sampled_from([3, 8]),
+        salt=st.sampled_from("xy"),
+    )
+    def score(self, videos, num_rows, salt):
+        index = len(self.told)
+        self.told.append(0)
+
+        def on_scores(scores):
+            self.told[index] += 1
+            assert [s[:, 0].tolist() for s in scores] == [list(range(len(v))) for v in videos]
+
+        self.scheduler.scorings.add(
+            Scoring(
+                [steps_of(names, num_rows) for names in videos],
+                salt,
+                on_scores,
+                is_gone=lambda: index in self.left,
+            )
+        )
+
+    @precondition(lambda self: self.told)
+    @rule(data=st.data())
+    def leave(self, data):
+        """Nobody waits for some scores any more."""
+        self.left.add(data.draw(st.integers(0, len(self.told) - 1)))
+
     @rule(steps=st.integers(1, 6))
     def step(self, steps):
         for _ in range(steps):
             self.loop.step()
 
-    @precondition(lambda self: self.scheduler.has_work)
+    @property
+    def unfinished(self):
+        return [s for s in self.sequences if s.status is not Status.FINISHED]
+
+    @precondition(lambda self: self.unfinished)
     @rule(data=st.data())
     def abort(self, data):
-        unfinished = [s for s in self.sequences if s.status is not Status.FINISHED]
-        self.scheduler.abort(data.draw(st.sampled_from(unfinished)).request_id)
+        self.scheduler.abort(data.draw(st.sampled_from(self.unfinished)).request_id)
 
     @rule(data=st.data(), seconds=st.sampled_from([0.0, 9e9]))
     def keep(self, data, seconds):
@@ -553,7 +604,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         picture = Picture("", item.num_rows)
         features = make_item(picture, item.offsets).features
         full = dataclasses.replace(item, features=features)
-        self.scheduler.provide_features(sequence, index, full)
+        self.scheduler.provide_features(sequence, index, [full])
 
     @invariant()
     def every_page_has_the_owners_that_it_counts(self):
@@ -582,7 +633,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(s.slot == -1 and not s.leases and s.node is None for s in idle)
 
     def teardown(self):
-        budget = 60 + 60 * len(self.sequences)
+        budget = 60 + 60 * len(self.sequences) + 20 * len(self.told)
         while self.loop.unanswered:
             self.provide()
         self.loop.drain(budget, self.answer)
@@ -591,6 +642,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if sequence.finish_reason == "abort":
                 expected = expected[: len(sequence.output_ids)]
             assert sequence.output_ids == expected
+        assert all(told == 1 or (i in self.left and told == 0) for i, told in enumerate(self.told))
         assert self.scheduler.num_waiting == self.scheduler.num_running == 0
         self.scheduler.pins.clear()
         assert_nothing_is_held(self.pool, self.cache, self.arena)

@@ -1,41 +1,27 @@
-"""Videos are scored beside running sequences, and neither waits for the other for ever."""
+"""Videos are scored beside running sequences, in turns, and nobody waits for another for ever."""
 
-import dataclasses
-
-import numpy as np
 import pytest
 
 from jaxmm.errors import PromptTooLong
-from jaxmm.host.item import Modality
 from jaxmm.host.scoring import Scoring
-from tests.jaxmm.host.prompts import MERGE, Picture, make_item
+from tests.jaxmm.host.device_model import tell_scores
+from tests.jaxmm.host.prompts import MERGE, Picture, steps_of
 from tests.jaxmm.host.test_scheduler import assert_nothing_is_held, build, sequence_of
 
 ROWS = 4
 
 
 def video(names, salt="", gone=lambda: False):
-    """A scoring, and the list that its scores go to."""
-    steps = tuple(
-        dataclasses.replace(make_item(Picture(name, ROWS), ()), modality=Modality.VIDEO, step=i)
-        for i, name in enumerate(names)
-    )
+    """A scoring of one video, and the list that its scores go to."""
     scores = []
-    return Scoring(steps, salt, scores.append, gone), scores
+    return Scoring(
+        [steps_of(names, ROWS)], salt, lambda all: scores.extend(all), is_gone=gone
+    ), scores
 
 
 def run(loop, plan):
-    """Run a plan; each pair's score is whether the two steps differ in content."""
-    rows = loop.device.rows
     loop.device.run(plan)
-    for job in plan.scores:
-        steps = job.pair.scoring.steps
-        before, after = (
-            [rows[slot] for slot in slots.tolist()] for slots in (job.before, job.after)
-        )
-        assert before == [(steps[job.pair.step - 1].identity, i) for i in range(ROWS)]
-        assert after == [(steps[job.pair.step].identity, i) for i in range(ROWS)]
-        job.pair.scoring.take(job.pair.step, np.full(ROWS, job.pair.step, np.float32))
+    tell_scores(plan)
 
 
 def drain(loop, max_plans=50):
@@ -67,6 +53,94 @@ def test_a_video_larger_than_the_arena_is_scored_two_steps_at_a_time():
     assert len(scores) == 1
     assert len(loop.device.encoded) == 7
     assert_nothing_is_held(pool, cache, arena)
+
+
+def test_videos_of_one_request_are_told_together_and_not_compared_with_each_other():
+    loop, pool, cache, arena = build()
+    scores = []
+    scoring = Scoring([steps_of("ab", ROWS), steps_of("cde", 6)], "", scores.append)
+    loop.scheduler.scorings.add(scoring)
+    drain(loop)
+    assert [[s[:, 0].tolist() for s in all] for all in scores] == [[[0, 1], [0, 1, 2]]]
+    assert [s.shape for s in scores[0]] == [(2, ROWS), (3, 6)]
+    assert_nothing_is_held(pool, cache, arena)
+
+
+def encoded_by_plan(loop, owners):
+    """For each plan the owners of what it encodes, by identity."""
+    plans = []
+    while (plan := loop.scheduler.plan()) is not None:
+        plans.append("".join(owners[job.item.identity] for job in plan.encodes))
+        run(loop, plan)
+    return plans
+
+
+def test_requests_take_turns_at_the_patches():
+    """Five steps a plan, of two videos; then of one a plan, a short one behind a long one."""
+    loop, *_ = build(
+        num_rows=64, max_patches_per_step=5 * ROWS * MERGE, max_lane_patches=5 * ROWS * MERGE
+    )
+    first, second = video("abcdef")[0], video("uvwxyz")[0]
+    owners = {s.identity: "1" for s in first.steps} | {s.identity: "2" for s in second.steps}
+    for scoring in (first, second):
+        loop.scheduler.scorings.add(scoring)
+    assert encoded_by_plan(loop, owners) == ["12121", "21212", "12"]
+
+    loop, *_ = build(num_rows=64, max_patches_per_step=ROWS * MERGE, max_lane_patches=ROWS * MERGE)
+    (long, _), (short, told) = video("abcdef"), video("xy")
+    owners = {s.identity: "l" for s in long.steps} | {s.identity: "s" for s in short.steps}
+    for scoring in (long, short):
+        loop.scheduler.scorings.add(scoring)
+    assert encoded_by_plan(loop, owners) == list("lslsllll")
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 4])
+def test_many_videos_in_an_arena_of_few_steps_all_end_and_the_oldest_first(num_steps):
+    loop, pool, cache, arena = build(
+        num_rows=num_steps * ROWS, max_patches_per_step=ROWS * MERGE, max_lane_patches=ROWS * MERGE
+    )
+    told = []
+    for i in range(4):
+        names = [f"{i}{step}" for step in range(6)]
+        loop.scheduler.scorings.add(
+            Scoring([steps_of(names, ROWS)], "", lambda _, i=i: told.append(i))
+        )
+    drain(loop, 400)
+    assert sorted(told) == [0, 1, 2, 3]
+    assert told[0] == 0
+    assert len(loop.device.encoded) == 4 * 6  # none in vain
+    assert_nothing_is_held(pool, cache, arena)
+
+
+def test_pictures_that_wait_and_videos_that_are_scored_take_turns():
+    """Every picture, and every step of the video, needs all patches of a plan."""
+    loop, *_ = build(num_rows=64, max_patches_per_step=ROWS * MERGE, max_lane_patches=ROWS * MERGE)
+    scoring, scores = video("abcdef")
+    loop.scheduler.scorings.add(scoring)
+    owners = {step.identity: "v" for step in scoring.steps}
+    for name in "pqr":
+        sequence = sequence_of(Picture(name, ROWS), name=name, max_tokens=1)
+        owners[sequence.prompt.items[0].identity] = "p"
+        loop.scheduler.add(sequence)
+    assert encoded_by_plan(loop, owners) == list("vpvpvpvvv")
+    assert len(scores) == 1
+
+
+def test_what_is_scored_counts_as_work_ahead_and_as_a_place_that_is_taken():
+    loop, *_ = build(max_running=1, max_patches_per_step=2 * ROWS * MERGE)
+    scheduler, sequence = loop.scheduler, sequence_of([1] * 5)
+    before = scheduler.offer(sequence)
+    assert (before.ahead, before.is_full) == (0, False)
+    scheduler.scorings.add(Scoring([steps_of("abcd", ROWS)], "", lambda _: None, num_tokens=10))
+    offer = scheduler.offer(sequence)
+    assert (offer.ahead, offer.is_full) == (10 + 4 * ROWS, True)
+    assert scheduler.offer_rows(steps_of("xy", ROWS), "") == offer
+    run(loop, scheduler.plan())
+    assert scheduler.offer(sequence).ahead == 10 + 2 * ROWS
+    drain(loop)
+    assert scheduler.offer(sequence) == before
+    assert scheduler.expected_tokens(sequence) == 5 + 4
 
 
 def test_patches_of_a_plan_are_not_exceeded():
@@ -144,6 +218,5 @@ def test_work_is_left_until_the_rows_of_the_last_plan_are_given_back():
 
 def test_two_steps_that_the_arena_cannot_hold_are_refused_with_the_figures():
     loop, *_ = build(num_rows=6)
-    scoring, _ = video("ab")
     with pytest.raises(PromptTooLong, match="8 rows; the arena has 6"):
-        loop.scheduler.scorings.check(scoring.steps[0])
+        loop.scheduler.scorings.check(steps_of("ab", ROWS)[0])

@@ -16,6 +16,7 @@ from jaxmm.host.embedded import RowForm
 from jaxmm.host.item import Item, Modality
 from jaxmm.host.media import Limits
 from jaxmm.host.media_map import MediaMap
+from jaxmm.host.placeholders import fold_expanded
 from jaxmm.host.prepare import PreparedClip, Preparer
 from jaxmm.models import family_module, read_config
 from tests.checkpoints import FAMILIES, Family, checkpoint
@@ -88,7 +89,8 @@ def test_ids_are_the_text_that_the_published_rule_writes(family: Family) -> None
     videos = [frames_of(family, 4), frames_of(family, 6, 50)]
     prompt = ours.prompt(MESSAGES, [image], videos)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint(family))
-    text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    template = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    text = template
     tokens = 6 if family.startswith("qwen3") else 12
     run = "<|video_pad|>" * tokens
     pieces = text.split("<|video_pad|>")
@@ -101,7 +103,11 @@ def test_ids_are_the_text_that_the_published_rule_writes(family: Family) -> None
         text += piece
     [grid] = [item.grid_thw for item in prompt.items if item.modality is Modality.IMAGE]
     text = text.replace("<|image_pad|>", "<|image_pad|>" * (grid[1] * grid[2] // 4))
-    assert prompt.ids.tolist() == tokenizer(text, add_special_tokens=False).input_ids
+    written = tokenizer(text, add_special_tokens=False).input_ids
+    assert prompt.ids.tolist() == written
+    names = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    folded, _ = fold_expanded(np.array(written), *tokenizer.convert_tokens_to_ids(names))
+    assert folded.tolist() == tokenizer(template, add_special_tokens=False).input_ids
 
 
 def test_positions_are_those_of_transformers_where_it_keeps_the_models_rule(

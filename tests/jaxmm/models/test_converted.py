@@ -1,6 +1,7 @@
 """Converted checkpoints: the oracle is the same checkpoint read from its safetensors files."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from jaxmm.config import EngineConfig
 from jaxmm.device.backend import spread_kv_heads
 from jaxmm.errors import ModelError
 from jaxmm.models import read_config
-from jaxmm.models.converted import convert, is_converted, restore_params
+from jaxmm.models.converted import convert, converted_digest, is_converted, restore_params
 from jaxmm.models.loading import load_params
 from jaxmm.models.remote import fetch_small_files
 from jaxmm.models.stored import ParameterPath
+from jaxmm.models.tensor_files import sample_digest
 from serving.cli import main
 from tests.checkpoints import FAMILIES, checkpoint
 from tests.jaxmm.models.test_loading import assert_equal_params, leaves
@@ -153,3 +155,15 @@ def test_the_command_converts_and_says_how_to_serve(
     value = leaves(restored(out, "bfloat16"))["text", "norm_D"]
     assert value.dtype == "bfloat16"
     assert main(["convert", str(tmp_path / "none"), str(out)]) == 1
+
+
+def test_checkpoints_of_one_architecture_are_told_apart(tmp_path: Path) -> None:
+    """What the processes of a pod compare: the names and sizes of their files are the same."""
+    one, other = checkpoint("qwen2_vl"), checkpoint("qwen2_vl", seed=1)
+    assert sample_digest(one) == sample_digest(shutil.copytree(one, tmp_path / "copy"))
+    assert sample_digest(one) != sample_digest(other)
+    digests = []
+    for i, source in enumerate((one, one, other)):
+        convert(source, tmp_path / str(i), progress=False)
+        digests.append(converted_digest(tmp_path / str(i)))
+    assert digests[0] == digests[1] != digests[2]

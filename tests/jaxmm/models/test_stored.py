@@ -25,7 +25,9 @@ PARAMETERS = [
     Parameter(("embed_VD",), tensors((12, 6))),
     Parameter(("qkv_OD",), tensors((8, 6), (4, 6), (4, 6)), groups=4),
     Parameter(("qkv_O",), tensors((8,), (4,), (4,)), groups=2),
-    Parameter(("gate_up_2FD",), tensors((8, 6), (8, 6)), new_axis=True),
+    Parameter(("gate_up_2FD",), tensors((8, 6), (8, 6)), parts=2),
+    Parameter(("qkv_3OE",), tensors((12, 6)), parts=3),
+    Parameter(("gate_up_2F",), tensors((8,), (8,)), parts=2),
     Parameter(
         ("copied_OD",),
         (*tensors((8, 6)), Tensor("k", (4, 6), copies=2), Tensor("v", (4, 6), copies=2)),
@@ -133,7 +135,7 @@ def test_reading_a_block_reads_its_values_and_no_others(
     parameter: Parameter, file: Counted
 ) -> None:
     shape = parameter.shape
-    first = 0 if parameter.new_axis else slice(0, shape[0] // 2)
+    first = 0 if parameter.parts else slice(0, shape[0] // 2)
     block = (slice(0, 1) if first == 0 else first, *(slice(0, n) for n in shape[1:]))
     file.values = 0
     value = stored(parameter, file).read(block)

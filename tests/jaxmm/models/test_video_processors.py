@@ -102,6 +102,14 @@ def test_times_and_timestamps(name: str, times: tuple[int, ...], stamps: tuple[s
     assert {s.before + s.after for s in VIDEOS["qwen2_vl"].surroundings(counted.timing)} == {()}
 
 
+def test_so_many_frames_in_all_are_spread_over_the_clip() -> None:
+    """Of 24 frames, 8 a second: 0 3 7 10 13 16 20 23; a step is shown at the mean of its two."""
+    eight = process("qwen3_vl", (MEDIA / "24f_8fps.mp4").read_bytes(), num_frames=8)
+    assert eight.grid_thw == (4, 6, 8)  # twelve tokens a step, as of six frames
+    before = [s.before[0] for s in VIDEOS["qwen3_vl"].surroundings(eight.timing)]
+    assert before == [f"<{time} seconds>" for time in ("0.2", "1.1", "1.8", "2.7")]
+
+
 def test_three_frames_are_two_or_three_by_family() -> None:
     data = (MEDIA / "3f.mp4").read_bytes()
     assert process("qwen2_vl", data).grid_thw == (1, 4, 4)

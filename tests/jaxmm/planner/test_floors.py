@@ -53,6 +53,12 @@ def test_decode_reads_the_weights_and_every_key() -> None:
     assert floor.matrix == pytest.approx((3 * 2 * weights + attended) / 1e12)
 
 
+def test_an_encoder_over_several_chips_is_that_of_one_shared_out() -> None:
+    alone = encode_floor(small(), CHIP, 256, 2)
+    shared = encode_floor(small(), CHIP, 256, 2, num_chips=4, links=0.5)
+    assert shared == Floor(memory=alone.memory / 4, matrix=alone.matrix / 4, links=0.5)
+
+
 def test_extend_sees_half_of_the_square_and_makes_one_row_of_logits() -> None:
     floor = extend_floor(small(), CHIP, 1, num_tokens=4, itemsize=2, links=0.0)
     pairs = 4 + 3 + 2 + 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from jaxmm.planner.question import _processor, read_question
 from jaxmm.planner.result import Memory, Picture, Plan, Requests, Step
 from jaxmm.planner.splits import suggest
 from jaxmm.sizes import Sizes
+from serving.engine import describe_plan
 
 needs_compiler = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="libtpu is for Linux on x86-64"
@@ -91,6 +93,30 @@ def test_splits_are_ranked_by_what_they_decode(published: Path) -> None:
 
 
 @needs_compiler
+def test_a_split_of_the_settings_that_is_set_aside_is_told(published: Path) -> None:
+    """Nothing has room, so that nothing is compiled; the least chips come first."""
+    shown: list[str] = []
+    settings = EngineConfig(model=str(published), tensor_parallel=4)
+    describe = partial(describe_plan, settings, "v5e:2x2", None, suggest=True, show=shown.append)
+    describe(tensor_parallel=0)
+    assert "settings say tensor_parallel=4; planned is the best split, 1." in shown[1]
+    assert "4 of tensor_parallel=1: does not fit" in shown[2]
+    shown.clear()
+    describe(tensor_parallel=4)
+    assert "1 of tensor_parallel=4: does not fit" in shown[1]
+
+
+@needs_compiler
+def test_chips_that_encode_the_same_lane_take_its_patches_once(published: Path) -> None:
+    lanes, split = (
+        read_question(published, "v5e:2x2", EngineConfig(encoder_parallel=how)).backend(4)
+        for how in ("lanes", "model")
+    )
+    assert lanes.lane_rows((8, 3)) == {0: [slice(i, i + 2) for i in (0, 2, 4, 6)]}
+    assert split.lane_rows((8, 3)) == {0: [slice(0, 8)]}
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("topology", "words"),
     [
@@ -149,6 +175,7 @@ def made() -> Plan:
         steps=(step,),
         decoded=5,
         requests=(Requests(length=1024, pages=8, fit=8),),
+        max_pixels=1003520,
         pictures=(Picture(width=10, height=20, tokens=3, lane=256, floor=floor),),
     )
 
@@ -179,6 +206,7 @@ def test_a_plan_is_shown_as_text_and_as_html() -> None:
     text, page = str(made()), made()._repr_html_()
     assert "fits, 3.00 GiB a chip are free" in text
     assert "57 all-reduce (1.0 MiB)" in text
+    assert "pictures, each alone; above 1003520 pixels they are made smaller" in text
     assert "10.00 ms" in text
     assert "decode &lt;4&gt;" in page
     assert page.count("<table>") == page.count("</table>") == 4

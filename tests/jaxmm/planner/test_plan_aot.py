@@ -22,18 +22,26 @@ pytestmark = [
     pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is for Linux on x86-64"),
 ]
 
-TOPOLOGY, CHIPS, LAYERS = "v5e:2x2", 4, 6
+TOPOLOGY, CHIPS, LAYERS = "v5e:2x2", 4, 5
 TOLERANCE = 0.05
 """Of the compiler's own figure."""
 
 
 def narrow() -> ModelConfig:
-    """Six layers of each kind, of heads as wide as the published ones."""
+    """Five layers of each kind, of heads as wide as the published ones; the encoder's have windows
+    alone, a kernel less to compile."""
     whole = qwen2_5_vl_7b(LAYERS, LAYERS)
     text = dataclasses.replace(
         whole.text, width=512, mlp_width=1024, num_heads=4, num_kv_heads=4, vocab_size=2048
     )
-    vision = dataclasses.replace(whole.vision, width=320, num_heads=4, mlp_width=640, out_width=512)
+    vision = dataclasses.replace(
+        whole.vision,
+        width=320,
+        num_heads=4,
+        mlp_width=640,
+        out_width=512,
+        full_attention_layers=(),
+    )
     return dataclasses.replace(whole, text=text, vision=vision)
 
 
@@ -46,7 +54,7 @@ def test_the_plan_is_what_the_compiler_says_of_the_whole_model() -> None:
         "pages.num_pages": 64,
         "arena.num_rows": 1024,
         "buckets.min_step_tokens": 32,
-        "buckets.max_step_tokens": 256,
+        "buckets.max_step_tokens": 32,  # as many as decode together: one compile less
         "buckets.max_patches_per_step": 1024,
     }
     question = Question(
@@ -65,7 +73,7 @@ def test_the_plan_is_what_the_compiler_says_of_the_whole_model() -> None:
 
     mesh = mesh_of(devices, {"model": CHIPS})
     whole = Lowering(model, question.settle(CHIPS), jnp.bfloat16, Backend("pallas", mesh))
-    extend = compile_step(whole, mesh, ("language", 256))
+    extend = compile_step(whole, mesh, ("language", 32))
     encode = compile_step(whole, mesh, ("encode", 1024))
     held = extend.argument_bytes + encode.argument_bytes - chip_bytes(whole.arena)
     beside = [step.peak_bytes - step.argument_bytes for step in (extend, encode)]

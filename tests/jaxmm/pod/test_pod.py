@@ -14,7 +14,7 @@ import pytest
 
 from jaxmm.models.converted import convert
 from serving.example import picture_uri
-from tests.checkpoints import checkpoint
+from tests.checkpoints import Family, checkpoint
 from tests.engines import make_engine
 from tests.pods import FEW, free_port, pod, workload
 
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.slow
 
 
 @functools.cache
-def expected(model: Path) -> list[list[int]]:
+def expected(family: Family) -> list[list[int]]:
     """The workload's tokens from one process."""
-    with make_engine("qwen2_5_vl", model=str(model), **FEW) as alone:
+    with make_engine(family, **FEW) as alone:
         return workload(alone)
 
 
@@ -48,9 +48,9 @@ def ends(process: subprocess.Popen[str], since: float) -> tuple[int, str]:
 
 
 def test_two_processes_answer_as_one_and_each_names_the_one_that_was_killed() -> None:
-    model = checkpoint("qwen2_5_vl")
-    with pod(model, LEADER, 2) as (leader, follower):
-        assert first_answer(leader) == expected(model)
+    """Of two chips each, as hosts have several; each of two KV heads stands on two of the four."""
+    with pod(checkpoint("qwen2_5_vl"), LEADER, 2, chips=2) as (leader, follower):
+        assert first_answer(leader) == expected("qwen2_5_vl")
         follower.kill()
         status, out = ends(leader, time.monotonic())
     assert status == 1
@@ -58,34 +58,22 @@ def test_two_processes_answer_as_one_and_each_names_the_one_that_was_killed() ->
     assert re.search(r"heard: the engine has stopped: process 1 \(.*\) was lost", out)
 
 
-def test_four_processes_answer_as_one_and_all_name_the_one_that_was_killed() -> None:
-    """The model has two KV heads: each of them stands on two chips."""
-    model = checkpoint("qwen2_5_vl")
-    with pod(model, LEADER, 4) as processes:
-        assert first_answer(processes[0]) == expected(model)
-        processes[2].kill()
-        since = time.monotonic()
-        for process in (processes[0], processes[1], processes[3]):
-            status, out = ends(process, since)
-            assert status == 1
-            assert re.search(r"the pod ends: process 2 \(.*\) was lost", out), out
+def test_replicas_on_processes_of_their_own_answer_as_one_and_end_with_process_0() -> None:
+    with pod(checkpoint("gemma3"), LEADER, 2, replicas=2) as (leader, follower):
+        assert first_answer(leader) == expected("gemma3")
+        leader.kill()
+        status, out = ends(follower, time.monotonic())
+    assert status != 0  # JAX too ends a process whose coordinator is gone
+    assert "the pod ends: process 0 (127.0.0.1) was lost" in out
 
 
-def test_replicas_on_processes_of_their_own_answer_as_one() -> None:
-    model = checkpoint("qwen2_5_vl")
-    with pod(model, LEADER, 2, replicas=2) as (leader, follower):
-        assert first_answer(leader) == expected(model)
-        follower.kill()
-        status, out = ends(leader, time.monotonic())
-    assert status == 1
-    assert re.search(r"the pod ends: process 1 \(.*\) was lost", out)
-
-
-def test_replicas_on_two_processes_each_answer_as_one_and_end_together() -> None:
-    """The second replica has no chip of process 0, which hears its tokens."""
-    model = checkpoint("qwen2_5_vl")
-    with pod(model, LEADER, 4, replicas=2) as processes:
-        assert first_answer(processes[0]) == expected(model)
+def test_replicas_on_two_processes_each_answer_as_one_and_end_together(tmp_path: Path) -> None:
+    """Of experts and an encoder that are split, each process restoring its parts; the second
+    replica has no chip of process 0, which hears its tokens."""
+    convert(checkpoint("qwen3_vl_moe"), tmp_path / "model", progress=False)
+    split = {"JAXMM_ENCODER_PARALLEL": "model"}
+    with pod(tmp_path / "model", LEADER, 4, replicas=2, **split) as processes:
+        assert first_answer(processes[0]) == expected("qwen3_vl_moe")
         processes[3].kill()
         since = time.monotonic()
         for process in processes[:3]:
@@ -94,23 +82,10 @@ def test_replicas_on_two_processes_each_answer_as_one_and_end_together() -> None
             assert re.search(r"the pod ends: process 3 \(.*\) was lost", out), out
 
 
-def test_a_converted_model_is_restored_by_parts_and_the_end_of_process_0_ends_all(
-    tmp_path: Path,
-) -> None:
-    model = checkpoint("qwen2_5_vl")
-    convert(model, tmp_path / "model", progress=False)
-    with pod(tmp_path / "model", LEADER, 2) as (leader, follower):
-        assert first_answer(leader) == expected(model)
-        leader.kill()
-        status, out = ends(follower, time.monotonic())
-    assert status != 0  # JAX too ends a process whose coordinator is gone
-    assert "the pod ends: process 0 (127.0.0.1) was lost" in out
-
-
 def test_the_server_runs_on_a_pod_and_ends_in_order_when_any_host_is_asked_to() -> None:
     port = free_port()
     serve = ("-m", "serving.cli", "serve")
-    with pod(checkpoint("qwen2_5_vl"), serve, 2, JAXMM_PORT=port) as (leader, follower):
+    with pod(checkpoint("qwen2_5_vl"), serve, 2, chips=2, JAXMM_PORT=port) as (leader, follower):
         assert leader.stdout is not None
         assert any(line.startswith("jaxmm serves at") for line in leader.stdout)
         content = [
@@ -148,15 +123,17 @@ def test_processes_that_were_started_otherwise_end_at_once_and_say_which() -> No
 
 
 def test_a_start_that_fails_at_process_0_ends_the_others_with_the_reason(tmp_path: Path) -> None:
-    """A weight of another name, so that all agree until the weights are read."""
+    """A broken tokenizer, which process 0 alone reads."""
     model = checkpoint("qwen2_5_vl")
     shutil.copytree(model, tmp_path / "broken")
-    for file in (tmp_path / "broken").glob("*.safetensors"):
-        file.write_bytes(file.read_bytes().replace(b"embed_tokens", b"embed_Tokens"))
+    (tmp_path / "broken" / "tokenizer_config.json").write_text("{")
     right = {"JAXMM_MODEL": model}
-    with pod(tmp_path / "broken", LEADER, 2, for_followers=right) as (leader, follower):
+    broken = pod(tmp_path / "broken", LEADER, 2, chips=2, for_followers=right)
+    with broken as (leader, follower):
         out, _ = leader.communicate(timeout=120)
         assert leader.returncode == 1 and "ModelError" in out
         status, out = ends(follower, time.monotonic())
     assert status != 0
-    assert re.search("the pod ends: process 0 could not start: .*embed_tokens", out), out
+    assert re.search("the pod ends: process 0 could not start: no tokenizer can be loaded", out), (
+        out
+    )
