@@ -31,22 +31,20 @@ def attend_images(
         channels: C, of one head.
         implementation: Of the attention.
     """
-    packed = implementation == "pallas" and takes_packed(_num_heads(qkv_NO, channels), channels)
-    if packed and rope is not None:
+    num_patches = len(qkv_NO)
+    if implementation == "pallas" and takes_packed(_num_heads(qkv_NO, channels), channels):
+        tables = rope.whole_heads() if rope is not None else _no_turn(num_patches, channels)
         scale = kernel.query_scale(channels)
-        q_HNC, k_HNC, v_HNC = rotate_packed(
-            qkv_NO, *rope.whole_heads(), scale=scale, heads_first=True
-        )
-        tile, block = kernel.segment_sizes(len(segment_N))
+        q_HNC, k_HNC, v_HNC = rotate_packed(qkv_NO, *tables, scale=scale, heads_first=True)
+        tile, block = kernel.segment_sizes(num_patches)
         # the same for all layers, so XLA makes it once
         plan = kernel.plan_segments(segment_N, tile=tile, block=block)
         return kernel.segment_attention(
             q_HNC, k_HNC, v_HNC, plan, tile=tile, block=block, side_by_side=True
         )
     heads = _rotated(qkv_NO, channels, rope)
-    return segment_attention(*heads, segment_N, implementation=implementation).reshape(
-        len(qkv_NO), -1
-    )
+    attended_NHC = segment_attention(*heads, segment_N, implementation=implementation)
+    return attended_NHC.reshape(num_patches, -1)
 
 
 def attend_windows(
@@ -83,6 +81,13 @@ def attend_windows(
     heads = _rotated(qkv_NO, channels, rope)
     attended_NHC = window_attention(*heads, window_N, block=block, implementation=implementation)
     return attended_NHC.reshape(len(qkv_NO), -1)
+
+
+def _no_turn(num_patches: int, channels: int) -> tuple[Float[Array, "N C"], Float[Array, "N C"]]:
+    """Cosines and sines that turn nothing: the kernel then parts the heads, which XLA does by
+    copies, 45 MiB a layer of 4096 patches of SigLIP."""
+    shape = num_patches, channels
+    return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
 
 
 def _num_heads(qkv_NO: Float[Array, "N O"], channels: int) -> int:
