@@ -21,8 +21,8 @@ def most_patches(num_patches: int, vision: VisionConfig) -> int:
 
 
 def patch_bytes(model: ModelConfig, itemsize: int, num_chips: int = 1) -> int:
-    """Temporaries of an encode step for each patch of its lane, a few hundredths above the TPU
-    compiler's (tests/jaxmm/device/test_step_aot.py).
+    """Temporaries of an encode step for each patch of its lane, to a tenth the TPU compiler's for
+    the lanes of docs/planner.md.
 
     Args:
         model: Dimensions.

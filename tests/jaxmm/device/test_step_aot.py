@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxmm.device.lowering import Lowering
-from jaxmm.encoder_memory import patch_bytes
 from jaxmm.planner.compiler import CompiledStep, chip_bytes, compile_step
 from tests.bench import step_cases
 
@@ -62,7 +61,6 @@ def test_encoder_split_over_the_chips() -> None:
     assert compiled.aliased_bytes >= chip_bytes(steps.arena)
     # all encode the same 4096 patches: two sums a layer, of bfloat16 residuals
     assert compiled.collectives() == [("all-reduce", 4096 * 1152 * 2)] * (2 * LAYERS)
-    assert_room(compiled, patch_bytes(model, 2, CHIPS))
 
 
 def test_encode_step_of_sixteen_chips_with_deepstack_and_heads_of_72() -> None:
@@ -82,10 +80,3 @@ def test_encode_step(lowered_by: tuple[Lowering, Mesh]) -> None:
     # every chip encodes 4096 patches of its own, and has the rows of all
     rows = CHIPS * 1024 * 3584 * 2
     assert compiled.collectives() == [("all-gather", rows)]
-    assert_room(compiled, patch_bytes(step_cases.qwen2_5_vl_7b(), 2))
-
-
-def assert_room(compiled: CompiledStep, bytes_of_patch: int) -> None:
-    """What the engine counts for a lane of 4096 patches is what the compiler needs, or a little
-    more."""
-    assert compiled.temporary_bytes == pytest.approx(4096 * bytes_of_patch, rel=0.15)
