@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from jaxmm.engine import Engine
-from tests.engines import ask, assert_same, engine, picture, png, request, solo, turn
+from tests.engines import ask, assert_same, engine, on_loop, picture, png, request, solo, turn
 
 PICTURE = png(picture(160, 120, 31))
 OTHER = png(picture(150, 130, 32))
@@ -72,12 +72,12 @@ def test_pixels_that_the_prefix_covers_are_not_even_processed(on: Engine, form: 
     pixels = np.asarray(picture(160, 120, 33))
     messages = turn("<image>", "what is in the picture and how many cats are there")
     [first] = ask(on, request(messages, [form(pixels)]))
-    gc.collect()
-    media, before = on._parts.media_map, encoded(on)
+    on_loop(on, gc.collect)
+    media, before, held = on._parts.media_map, encoded(on), on._parts.decodes.num_held
     hits, misses = media.num_hits, media.num_misses
     [second] = ask(on, request(messages, [form(pixels.copy())]))
     assert (media.num_hits, media.num_misses) == (hits + 1, misses)
-    assert on._parts.decodes.num_held == 0
+    assert on._parts.decodes.num_held <= held
     assert encoded(on) == before
     assert_same(second, first)
 
