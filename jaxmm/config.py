@@ -144,7 +144,8 @@ class MediaConfig:
     min_pixels: int = 0
     """Overrides the processor's lower pixel limit; 0: the checkpoint's."""
     max_pixels: int = 0
-    """Overrides the processor's upper pixel limit; 0: the checkpoint's, at most 1605632 on CPU."""
+    """Overrides the processor's upper pixel limit; 0: the checkpoint's, at most 1605632 on CPU, and
+    elsewhere what `memory_fraction` leaves a chip room to encode."""
     max_items: int = 32
     """Images and videos of one request."""
     video_fps: float = 2.0

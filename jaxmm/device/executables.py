@@ -98,7 +98,11 @@ class Executables:
         Args:
             lowers: For each (step, size) a function that traces and lowers it.
             progress: Show a bar.
+
+        Raises:
+            ConfigError: The process has nearly no memory mapping left, before or meanwhile.
         """
+        check_mappings()  # fewer than `_CHECK_EVERY` would not be looked at
         workers = max(1, min(8, os.cpu_count() or 1))
         compiling: list[Future[Executable]] = []
         pool = ThreadPoolExecutor(workers, thread_name_prefix="jaxmm-compile")
@@ -153,10 +157,10 @@ class Executables:
     def _note(self, key: Key, start: float, *, restored: bool) -> None:
         seconds = time.perf_counter() - start
         step, size = key
-        self._ledger.add(
+        count = self._ledger.add(
             CompileRecord(phase="warmup", step=step, size=size, seconds=seconds, restored=restored)
         )
-        if len(self._ledger.records) % _CHECK_EVERY == 0:
+        if count % _CHECK_EVERY == 0:
             check_mappings()
 
     def _path(self, key: Key) -> Path | None:

@@ -58,10 +58,11 @@ class CompileLedger:
         self._thread = thread
         self.phase = "serving"
 
-    def add(self, record: CompileRecord) -> None:
-        """Note an executable."""
+    def add(self, record: CompileRecord) -> int:
+        """Note an executable, and give how many there are by now."""
         with self._lock:
             self.records.append(record)
+            return len(self.records)
 
     @property
     def num_recompiles(self) -> int:

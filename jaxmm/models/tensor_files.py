@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,22 @@ def tensor_files(directory: Path) -> dict[str, Path]:
 
 
 def sample_digest(directory: Path) -> str:
-    """Tells checkpoints of one architecture apart by a little of each file, read here and there."""
+    """Tells checkpoints of one architecture apart by a little of each file, read here and there.
+
+    Raises:
+        ModelError: A file that the index names cannot be read.
+    """
     digest = hashlib.sha256()
     for path in _paths(directory):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
-            for i in range(_SAMPLES):
-                file.seek(max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                digest.update(f"{path.name} {size} ".encode())
+                for i in range(_SAMPLES):
+                    file.seek(max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
+                    digest.update(file.read(_SAMPLE_BYTES))
+        except OSError as e:
+            raise ModelError(f"{str(path)!r} cannot be read: {e}") from e
     return digest.hexdigest()
 
 

@@ -176,6 +176,9 @@ def write_and_attend_latent(
 
     Returns:
         Attended values in q's dtype, finite for filler; and the pool.
+
+    Raises:
+        ValueError: "pallas" and shapes that the kernels cannot take.
     """
     if implementation == "pallas":
         (T, H, C), J = q_THC.shape, pages_P1SJ.shape[3]

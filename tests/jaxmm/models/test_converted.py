@@ -167,3 +167,10 @@ def test_checkpoints_of_one_architecture_are_told_apart(tmp_path: Path) -> None:
         convert(source, tmp_path / str(i), progress=False)
         digests.append(converted_digest(tmp_path / str(i)))
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_weight_file_that_is_missing_is_a_model_error(tmp_path: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"model-00001-of-00002\.safetensors' cannot be read"):
+        sample_digest(tmp_path)

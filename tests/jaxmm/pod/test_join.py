@@ -24,18 +24,18 @@ def come(abouts: list[bytes], address: tuple[str, int]) -> list[tuple[Kind, str]
 
 
 @pytest.mark.parametrize(
-    ("abouts", "error", "words"),
+    ("abouts", "seconds", "error", "words"),
     [
-        ([SAME], PeerLost, "process 2 did not connect within 0.5 s"),
-        ([SAME, OTHER], ConfigError, "process 2 .* serves another model"),
+        ([SAME], 1.0, PeerLost, "process 2 did not connect within 1 s"),
+        ([SAME, OTHER], 30.0, ConfigError, "process 2 .* serves another model"),
     ],
 )
 def test_those_who_came_are_told_why_the_pod_ends_before_it_began(
-    abouts: list[bytes], error: type[Exception], words: str
+    abouts: list[bytes], seconds: float, error: type[Exception], words: str
 ) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     address = ("127.0.0.1", listener.getsockname()[1])
-    meeting = Meeting(KEY, address, SAME, listener, num_processes=3, seconds=0.5)
+    meeting = Meeting(KEY, address, SAME, listener, num_processes=3, seconds=seconds)
     with ThreadPoolExecutor(1) as threads:
         heard = threads.submit(come, abouts, address)
         with pytest.raises(error, match=words) as raised:
