@@ -144,7 +144,8 @@ class MediaConfig:
     min_pixels: int = 0
     """Overrides the processor's lower pixel limit; 0: the checkpoint's."""
     max_pixels: int = 0
-    """Overrides the processor's upper pixel limit; 0: the checkpoint's, at most 1605632 on CPU."""
+    """Overrides the processor's upper pixel limit; 0: the checkpoint's, at most 1605632 on CPU, and
+    elsewhere what a chip has room to encode."""
     max_items: int = 32
     """Images and videos of one request."""
     video_fps: float = 2.0
@@ -267,7 +268,8 @@ class EngineConfig:
     max_waiting: int = 1024
     """Requests queued; one more is refused with Overloaded."""
     memory_fraction: float = 0.6
-    """Share of the device's memory for weights, KV pages and arena."""
+    """Share of the device's memory for weights, KV pages and arena; pictures are encoded in the
+    rest."""
     on_recompile: Literal["log", "raise"] = "log"
     """What a compile after warm-up does."""
     compile_cache_dir: str = "~/.cache/jaxmm/compiled"
