@@ -1,5 +1,4 @@
-"""What open conversations keep: prefixes that are not evicted, and processed media; both within
-bounds, and given up for work. Host only.
+"""What open conversations keep: pinned prefixes and processed media, within bounds. Host only.
 
 A pin is weaker than a lock. Pages of a pinned prefix go after all that is merely cached, but they
 do go when a sequence could not run otherwise: so a pin can delay nobody, and a conversation that
