@@ -268,7 +268,8 @@ class EngineConfig:
     max_waiting: int = 1024
     """Requests queued; one more is refused with Overloaded."""
     memory_fraction: float = 0.6
-    """Share of the device's memory for weights, KV pages and arena."""
+    """Share of the device's memory for weights, KV pages and arena; pictures are encoded in the
+    rest."""
     on_recompile: Literal["log", "raise"] = "log"
     """What a compile after warm-up does."""
     compile_cache_dir: str = "~/.cache/jaxmm/compiled"

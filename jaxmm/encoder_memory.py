@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxmm.config import EngineConfig
+from jaxmm.errors import ConfigError
 from jaxmm.host.buckets import round_up
 from jaxmm.models.config import ModelConfig, VisionConfig
 
@@ -59,6 +60,9 @@ def fit_pictures(
     Returns:
         A processor that makes larger pictures smaller; the same if there is room for its largest,
         or if its pictures have a size of their own.
+
+    Raises:
+        ConfigError: There is no room for the smallest picture.
     """
     vision = model.vision
     named = config.media.max_pixels or config.buckets.max_patches_per_step
@@ -66,7 +70,13 @@ def fit_pictures(
         return processor
     room = int(memory_bytes * (1 - config.memory_fraction) * _SHARE)
     patches = room // patch_bytes(model, itemsize, encoder_chips)
-    pixels = (patches * 3 // 4 if vision.window_patches else patches) * vision.patch_size**2
+    patches = patches * 3 // 4 if vision.window_patches else patches
+    if patches < vision.merged_patches:
+        raise ConfigError(
+            f"memory_fraction={config.memory_fraction} of {memory_bytes >> 20} MiB leaves no room "
+            "to encode a picture; lower it"
+        )
+    pixels = patches * vision.patch_size**2
     if pixels >= processor.max_pixels:
         return processor
     return dataclasses.replace(

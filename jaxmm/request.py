@@ -240,7 +240,8 @@ class Request:
     text: str | None = None
     """Raw prompt, no template and no images."""
     token_ids: Sequence[int] | None = None
-    """Raw prompt ids; with images and videos, one placeholder id for each."""
+    """Raw prompt ids; with images and videos, one placeholder id for each, or as many as it has
+    tokens, as the Qwen models' own processors write them."""
     images: tuple[ImageSource, ...] = ()
     videos: tuple[VideoSource, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)

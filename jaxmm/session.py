@@ -1,4 +1,4 @@
-"""A conversation that keeps its pictures and its prefix between turns. Host only."""
+"""A conversation that keeps its pictures, videos and prefix between turns. Host only."""
 
 import contextlib
 import numbers

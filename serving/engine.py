@@ -34,7 +34,8 @@ class ServedEngine(Protocol):
 
     @property
     def turn_seconds(self) -> float:
-        """How long the step in progress takes already; 0 between steps."""
+        """How long the turn in progress takes already, a step or what is done between two; 0 while
+        the engine waits for work."""
         ...
 
     def astream(self, request: Request) -> AsyncIterator[Delta]:

@@ -29,7 +29,8 @@ class GenerateRequest(SamplingFields):
     text: str | None = None
     """Raw prompt, without images."""
     token_ids: TokenIds | None = None
-    """Raw prompt, one placeholder id for each of `images`."""
+    """Raw prompt, one placeholder id for each of `images`, or as many as it has tokens, as the Qwen
+    models' own processors write them."""
     images: list[str | EncodedImage] | None = None
     """URLs, data URIs or encoded images, in the order of their placeholders; with `token_ids`."""
     temperature: float | None = None

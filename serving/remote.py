@@ -164,10 +164,10 @@ def _inflater(host: str, encoding: str) -> "zlib._Decompress | None":
 
 
 def _inflated(inflate: "zlib._Decompress | None", chunk: bytes) -> Iterator[bytes]:
-    """What a chunk becomes, a little at a time."""
+    """What a chunk becomes, a little at a time; nothing of what follows the end of the gzip."""
     if inflate is None:
         yield chunk
         return
-    while chunk:
+    while chunk and not inflate.eof:
         yield inflate.decompress(chunk, _INFLATED_BYTES)
         chunk = inflate.unconsumed_tail

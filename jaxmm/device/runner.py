@@ -117,7 +117,8 @@ class Runner:
         return len(self._executables)
 
     def was_run(self, step: str, size: int) -> bool:
-        """Whether the executable of a bucket was ever run; `step` is "language" or "encode"."""
+        """Whether the executable of a bucket was ever run; `step` is "language", "encode", or
+        "score", whose one size counts as 0."""
         return self._executables.was_used((step, size))
 
     def is_ready(self, step: str, size: int) -> bool:

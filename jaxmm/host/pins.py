@@ -1,5 +1,4 @@
-"""What open conversations keep: prefixes that are not evicted, and processed media; both within
-bounds, and given up for work. Host only.
+"""What open conversations keep: pinned prefixes and processed media, within bounds. Host only.
 
 A pin is weaker than a lock. Pages of a pinned prefix go after all that is merely cached, but they
 do go when a sequence could not run otherwise: so a pin can delay nobody, and a conversation that
@@ -21,7 +20,7 @@ class _Pin(NamedTuple):
     node: Node
     expires_at: float
     num_bytes: int
-    """Of its processed pictures, at the end of its turn."""
+    """Of its processed pictures and videos, at the end of its turn."""
 
 
 class Pins:
@@ -69,8 +68,8 @@ class Pins:
     def keep(self, keep: Keep, key: PrefixKey) -> None:
         """Pin what is cached of a conversation in place of what was; of a long one the beginning.
 
-        Others lose theirs, the least recently used first, where the bounds ask for it. Pictures
-        that are beyond the bound alone are given back at once.
+        Others lose theirs, the least recently used first, where the bounds ask for it. What
+        is processed and beyond the bound alone is given back at once.
         """
         bound = self._max_pages * self._cache.page_size
         node = self._cache.match(PrefixKey(key.cache_ids[:bound], key.marks, key.salt)).node

@@ -49,6 +49,11 @@ def test_the_largest_picture_takes_what_memory_fraction_leaves() -> None:
     assert wider.max_pixels > 2 * limited.max_pixels
 
 
+def test_a_memory_fraction_that_leaves_no_room_for_a_picture_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"memory_fraction=1.0 of 8192 MiB leaves no room"):
+        fitting(8 * GIB, memory_fraction=1.0)
+
+
 def test_a_lane_for_the_largest_picture_has_room_for_its_windows() -> None:
     assert most_patches(300, MODEL.vision) == 400
     whole = dataclasses.replace(MODEL.vision, window_patches=0)

@@ -14,7 +14,7 @@ BOMB = gzip.compress(bytes(8 << 20))
 
 class _Handler(BaseHTTPRequestHandler):
     """Paths: /picture /status/N /redirect?to=URL /chain/N /hang /trickle /endless /short /gzip
-    /bomb /brotli /nogzip /clip /flip /media/NAME."""
+    /bomb /trailing /brotli /nogzip /clip /flip /media/NAME."""
 
     protocol_version = "HTTP/1.1"
     server: "_Host"
@@ -77,6 +77,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _bomb(self, *_):
         self._send(200, BOMB, content_encoding="gzip")
+
+    def _trailing(self, *_):
+        self._send(200, BOMB + PICTURE, content_encoding="gzip")
 
     def _brotli(self, *_):
         self._send(200, PICTURE, content_encoding="br")

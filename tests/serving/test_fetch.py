@@ -224,6 +224,19 @@ def test_what_gzip_made_small_comes_whole(host):
         )
 
 
+def test_what_follows_the_end_of_gzip_is_left(host):
+    """Where the end comes in the middle of what arrives at once, and is not undone at once."""
+    size, url = 8 << 20, f"http://127.0.0.1:{host.server_port}/trailing"
+    got = fetch_all(
+        {"here": url},
+        max_bytes=size,
+        max_total_bytes=size,
+        allowed_hosts=allow(host),
+        timeout_seconds=PATIENCE_SECONDS,
+    )
+    assert got == {"here": bytes(size)}
+
+
 def test_hosts_hear_that_videos_are_taken_too(host):
     url = f"http://127.0.0.1:{host.server_port}/clip"
     assert fetch(url, allowed_hosts=allow(host)) == PICTURE
