@@ -43,6 +43,8 @@ def make_request(
     video_pruning_rate: float | None = None,
 ) -> Request:
     """Wrap a prompt; a plain question becomes one user turn, pictures first, then videos."""
+    if not isinstance(prompt, str | list | tuple):
+        raise RequestError(f"a prompt is a string or a list of turns, not {type(prompt).__name__}")
     sources, clips = picture_sources(images), video_sources(videos)
     return Request(
         id=new_request_id(),

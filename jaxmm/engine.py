@@ -244,7 +244,12 @@ class Engine:
 
         The step in progress is waited for, and once the engine is given up, before or meanwhile,
         no longer than some seconds.
+
+        Raises:
+            RuntimeError: A listener called this, on the engine's own thread.
         """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("an engine cannot be closed on its own thread, by a listener")
         with self._closing:
             if self._closed:
                 return

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxmm.errors import JaxmmError
 from jaxmm.request import Delta, Request, SamplingParams
@@ -41,8 +42,15 @@ def main(arguments: Sequence[str] | None = None, load: LoadEngine = load_engine)
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes flags by their whole names: what one is short for changes with the settings."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxmm", description="Multimodal serving on JAX.")
+    parser = _Parser(prog="jaxmm", description="Multimodal serving on JAX.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="start the HTTP server")
     serve.set_defaults(run=_serve)

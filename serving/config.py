@@ -97,7 +97,8 @@ class ServerConfig:
     """Log lines for people, or one JSON object each; prompts and pictures are in neither."""
     trace_endpoint: str = ""
     """Where OpenTelemetry traces are sent by OTLP over HTTP, `http://collector:4318/v1/traces`;
-    empty: none are made. Needs `pip install 'jaxmm[trace]'`."""
+    empty: none are made. Needs the extra `trace`
+    (`pip install -e ".[trace]"`)."""
     fetch: FetchConfig = field(default_factory=FetchConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 

@@ -66,7 +66,7 @@ def tune_interpreter() -> None:
     gc.freeze()
 
 
-def curl_line(url: str, model: str) -> str:
+def curl_line(url: str, model: str, *, needs_key: bool = False) -> str:
     """One shell command that asks the server about a small picture, which is part of it."""
     content = [
         {"type": "image_url", "image_url": {"url": picture_uri()}},
@@ -78,8 +78,10 @@ def curl_line(url: str, model: str) -> str:
         "max_tokens": 32,
         "temperature": 0,
     }
-    command = ["curl", f"{url}/v1/chat/completions", "-H", "content-type: application/json", "-d"]
-    return shlex.join([*command, json.dumps(body)])
+    command = ["curl", f"{url}/v1/chat/completions", "-H", "content-type: application/json"]
+    if needs_key:
+        command += ["-H", "authorization: Bearer KEY"]
+    return shlex.join([*command, "-d", json.dumps(body)])
 
 
 def _end(*_: object) -> None:
@@ -127,6 +129,7 @@ def _print_usage(config: ServerConfig, listener: socket.socket, engine_name: str
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}"
-    line = curl_line(url, config.model_name or engine_name)
+    needs_key = bool(config.api_keys or config.api_key_file)
+    line = curl_line(url, config.model_name or engine_name, needs_key=needs_key)
     sys.stdout.write(f"\njaxmm serves at {url}\n\n{line}\n\n")
     sys.stdout.flush()

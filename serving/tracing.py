@@ -40,7 +40,7 @@ class Traces:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as e:
-            raise ConfigError(f"trace_endpoint needs pip install 'jaxmm[trace]': {e.name}") from e
+            raise ConfigError(f"trace_endpoint needs jaxmm's extra `trace`: {e.name}") from e
         self._provider = TracerProvider(resource=Resource.create({"service.name": "jaxmm"}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         self._context_of = TraceContextTextMapPropagator().extract

@@ -305,7 +305,7 @@ class Preparer:
         data = read_source(source, self._limits)
         if not isinstance(data, bytes):
             raise MediaError(
-                f"a {type(source).__name__} is no video source; pass bytes, a pathlib.Path, a list "
+                f"{type(source).__name__} is no video source; pass bytes, a pathlib.Path, a list "
                 "of frames, or a uint8 array [frames, height, width, 3]"
             )
         return data, clip_key((data,), False, video.fingerprint, task, salt)

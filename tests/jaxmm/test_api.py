@@ -201,6 +201,11 @@ def test_unknown_sampling_argument_is_refused() -> None:
         sampling_params({"temprature": 0.5})
 
 
+def test_prompt_of_no_kind_is_refused_by_its_type(on: Engine) -> None:
+    with pytest.raises(RequestError, match="not int"):
+        generate(5, engine=on)  # type: ignore[call-overload]
+
+
 def test_plain_question_becomes_one_user_turn_pictures_first() -> None:
     made = make_request("what", [IMAGE, IMAGE], sampling_params({}))
     assert made.messages == turn("<image>", "<image>", "what")

@@ -13,8 +13,8 @@ from jaxmm.dispatch import Dispatcher, Pending
 from jaxmm.engine import Engine
 from jaxmm.errors import EngineStopped, JaxmmError
 from jaxmm.request import Delta
+from tests.engines import ask, make_engine, on_loop, request, turn
 from tests.engines import engine as shared
-from tests.engines import make_engine, on_loop, request, turn
 
 PATIENCE_SECONDS = 20
 
@@ -151,3 +151,16 @@ def test_what_the_loop_does_between_steps_is_seen_to_hang_too() -> None:
     wait_until(lambda: on.turn_seconds >= 0.2)
     let_go.set()
     wait_until(lambda: on.turn_seconds == 0)
+
+
+def test_a_listener_cannot_close_the_engine_whose_thread_it_is_on() -> None:
+    on = shared("qwen2_vl")
+
+    def close() -> None:
+        with pytest.raises(RuntimeError, match="its own thread"):
+            on.close()
+
+    on_loop(on, close)
+    assert on.healthy
+    [answer] = ask(on, request(turn("hello"), max_tokens=2))
+    assert len(answer.token_ids) == 2

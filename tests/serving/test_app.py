@@ -256,8 +256,11 @@ def test_unknown_paths_and_methods_are_answered_in_the_same_shape(url):
     assert response.status_code == 405 and "GET" in response.json()["error"]["message"]
 
 
-def test_the_curl_line_that_is_printed_is_answered(url):
-    words = shlex.split(curl_line(url, "fake"))
+@pytest.mark.parametrize("needs_key", [False, True])
+def test_the_curl_line_that_is_printed_is_answered(url, needs_key):
+    words = shlex.split(curl_line(url, "fake", needs_key=needs_key))
     assert words[0] == "curl"
-    response = httpx.post(words[1], content=words[5], headers=dict([words[3].split(": ")]))
+    headers = dict(words[i + 1].split(": ") for i, word in enumerate(words) if word == "-H")
+    assert ("authorization" in headers) is needs_key
+    response = httpx.post(words[1], content=words[words.index("-d") + 1], headers=headers)
     assert response.json()["choices"][0]["message"]["content"]

@@ -108,6 +108,12 @@ def test_a_wrong_setting_ends_the_command_with_its_message(tokenizer):
     assert err.startswith("jaxmm: pages.page_size=3")
 
 
+def test_a_shortened_flag_is_none(capsys):
+    with pytest.raises(SystemExit):
+        main(["buckets", "--pages-page-siz", "64"])
+    assert "--pages-page-siz" in capsys.readouterr().err
+
+
 def test_a_plan_for_requests_without_tokens_is_refused(tokenizer):
     words = ("plan", "--topology", "v5e:2x2", "--suggest", "--length", "0")
     status, out, err, _ = run(tokenizer, *words)
