@@ -85,10 +85,6 @@ class Dispatcher:
             return Fetched(scores, None)
         return Fetched(scores, runner.fetch(pending.sampled, logprobs=pending.logprobs))
 
-    def read(self, pending: Pending) -> Iterator[Sampled]:
-        """Wait for a step's tokens."""
-        return self.sampled(pending, self.fetch(pending))
-
     def sampled(self, pending: Pending, fetched: Fetched) -> Iterator[Sampled]:
         """The tokens of a step, from what `fetch` gave for it."""
         return iter(()) if fetched.sampled is None else self._tokens(pending, fetched.sampled)

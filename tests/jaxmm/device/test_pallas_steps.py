@@ -15,7 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxmm.config import EngineConfig, load_config
 from jaxmm.device.backend import Backend
 from jaxmm.device.runner import Runner
-from jaxmm.dispatch import Dispatcher
+from jaxmm.dispatch import Dispatcher, Sampled
+from jaxmm.host.plan import Plan
 from jaxmm.host.sequence import Sequence
 from jaxmm.request import SamplingParams
 from jaxmm.start import Parts, build_parts
@@ -86,6 +87,10 @@ def sequence(parts: Parts, name: str, messages: Any, images: list[bytes], num: i
 def test_mixed_traffic_gives_the_tokens_and_logprobs_of_the_portable_steps(
     parts: Parts, interpreting: None
 ) -> None:
+    def tokens_of(side: Dispatcher, plan: Plan) -> list[Sampled]:
+        pending = side.dispatch(plan)
+        return list(side.sampled(pending, side.fetch(pending)))
+
     sides = [Dispatcher(parts), Dispatcher(with_pallas(parts))]
     image = png(picture(224, 168))  # 16 x 12 patches, 48 rows: windows of 64 and of 32 patches
     first = sequence(parts, "first", turn("describe", "<image>", "and the house"), [image], 3)
@@ -96,7 +101,7 @@ def test_mixed_traffic_gives_the_tokens_and_logprobs_of_the_portable_steps(
         plan = parts.scheduler.plan()
         assert plan is not None
         shapes.append((len(plan.decodes), [len(chunk.span) for chunk in plan.extends]))
-        portable, pallas = (list(side.read(side.dispatch(plan))) for side in sides)
+        portable, pallas = (tokens_of(side, plan) for side in sides)
         assert [s.token_id for s in pallas] == [s.token_id for s in portable]
         for ours, theirs in zip(pallas, portable, strict=True):
             assert ours.logprob is not None and theirs.logprob is not None
