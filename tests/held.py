@@ -1,14 +1,28 @@
 """What an engine and its process hold: equal before and after any workload."""
 
+import contextlib
 import gc
 import os
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxmm.engine import Engine
 from tests.engines import on_loop
+
+_T = TypeVar("_T")
+
+
+def _descriptors() -> dict[str, int]:
+    """How many are open, by what they are: a difference says whose they were."""
+    kinds: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed since: that of the listing itself
+            kinds[os.readlink(f"/proc/self/fd/{name}").split(":[")[0]] += 1
+    return dict(kinds)
 
 
 def held(on: Engine) -> dict[str, Any]:
@@ -35,7 +49,7 @@ def held(on: Engine) -> dict[str, Any]:
             "decodes": parts.decodes.num_running,
             "features": parts.decodes.num_held,
             "threads": threading.active_count(),
-            "descriptors": len(os.listdir("/proc/self/fd")),
+            "descriptors": _descriptors(),
             "shared maps": Path("/proc/self/maps").read_text().count("jaxmm-decode"),
         }
 
@@ -43,15 +57,27 @@ def held(on: Engine) -> dict[str, Any]:
 
 
 def quiet(on: Engine) -> dict[str, Any]:
-    """What an idle engine with empty caches holds."""
+    """What an idle engine with empty caches holds, all executables read and all workers there."""
+    on._parts.runner.settle()
+    decoder = on._parts.decoder
     deadline = time.monotonic() + 60
     while (
         any(r.scheduler.has_work for r in on.replicas)
         or on._intake._preparing
         or on._parts.decodes.num_running
+        or decoder._idle.qsize() < decoder._count
     ):
         assert time.monotonic() < deadline, "work is left"
         time.sleep(0.01)
     on.flush_caches()
     gc.collect()
     return held(on)
+
+
+def now_or_soon(read: Callable[[], _T], expected: _T) -> _T:
+    """The first reading that is as expected, or the last of ten seconds: what has leaked stays,
+    what passes may take its time."""
+    deadline = time.monotonic() + 10
+    while (found := read()) != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tests.bench.machine import describe_run
+from tests.held import now_or_soon
 from tests.serving.soak import FAULTS, Crowd, SoakServer
 
 WARM_UP = 300
@@ -59,7 +60,8 @@ async def soak(server: SoakServer, num_requests: int, num_clients: int) -> list[
         start = time.monotonic()
         made = await part(server.url, tenth, num_requests // 10, num_clients)
         seconds = time.monotonic() - start
-        held, memory = server.tell("held"), server.tell("bytes")
+        held = now_or_soon(lambda: server.tell("held"), before)
+        memory = server.tell("bytes")
         sizes.append(memory["bytes"])
         outcomes += made.outcomes
         times += made.seconds
