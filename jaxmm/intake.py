@@ -266,6 +266,8 @@ class Intake:
             raise RequestError("give exactly one of messages, text and token_ids")
         read_text("salt", request.salt)
         parts, tokenizer = self._parts, self._parts.tokenizer
+        if request.videos and not parts.preparer.takes_videos:
+            raise RequestError(f"{parts.model_name} takes no videos; send pictures")
         expanded = None
         if request.messages is not None:
             ids, slots = tokenizer.encode_chat(request.messages, request.tools)

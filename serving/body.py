@@ -57,14 +57,14 @@ def read_object(body: bytes) -> dict[str, Any]:
     return data
 
 
-def validated(model: type[_Body], data: dict[str, Any]) -> _Body:
-    """Check an object against a model.
+def validated(model: type[_Body], data: dict[str, Any], **context: str) -> _Body:
+    """Check an object against a model, whose validators are told the context.
 
     Raises:
         BadBody: Names the field at fault.
     """
     try:
-        return model.model_validate(data)
+        return model.model_validate(data, context=context)
     except pydantic.ValidationError as e:
         raise _bad_body(e, model) from None
 

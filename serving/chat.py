@@ -17,7 +17,8 @@ class ChatEndpoint:
 
     def read(self, body: bytes) -> Ask:
         """See `serving.ask.Endpoint`."""
-        served, chat = self._served, parse_chat_request(body)
+        served = self._served
+        chat = parse_chat_request(body, served.model)
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
 
         def requests(pictures: Pictures) -> tuple[Request, ...]:

@@ -77,11 +77,12 @@ class Part(Strict):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _check_taken(cls, part: object) -> object:
+    def _check_taken(cls, part: object, info: pydantic.ValidationInfo) -> object:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in _NOT_TAKEN:
+            served = (info.context or {}).get("served", "this server")
             raise ValueError(
-                f"the model served here takes no {_NOT_TAKEN[kind]} ({kind}); send text, "
+                f"{served} takes no {_NOT_TAKEN[kind]} ({kind}); send text, "
                 "image_url, video_url or video"
             )
         return part
@@ -152,8 +153,8 @@ class ChatRequest(SamplingFields):
     """Hex hash of each picture and video, a hint for routers and caches."""
 
 
-def parse_chat_request(body: bytes) -> ChatRequest:
-    """Read and check a request body.
+def parse_chat_request(body: bytes, served: str) -> ChatRequest:
+    """Read and check a request body; refusals of what no model takes name the one served.
 
     Raises:
         BadBody: Names the field at fault; repeats nothing of its content.
@@ -164,4 +165,4 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict):
             drop_neutral(message, NEUTRAL_IN_MESSAGE, f"messages[{i}].")
-    return validated(ChatRequest, data)
+    return validated(ChatRequest, data, served=served)

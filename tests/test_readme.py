@@ -50,7 +50,7 @@ def test_the_client_example_streams_an_answer_and_its_usage(capsys):
 def test_the_curl_example_is_a_request_that_the_server_takes():
     (command,) = re.findall(r"```bash\n(curl .*?)```", README, re.DOTALL)
     words = shlex.split(command)
-    request = parse_chat_request(words[words.index("-d") + 1].encode())
+    request = parse_chat_request(words[words.index("-d") + 1].encode(), "model")
     assert words[1] == f"{SERVED_AT}/v1/chat/completions"
     assert [part.type for part in request.messages[0].content] == ["image_url", "text"]
 

@@ -71,6 +71,11 @@ class Preparer:
         self._video = video
         self._encode_plain = encode_plain
 
+    @property
+    def takes_videos(self) -> bool:
+        """Whether the model family takes videos at all."""
+        return self._video is not None
+
     def prepare_items(
         self,
         images: Sequence[Any],
@@ -148,8 +153,8 @@ class Preparer:
             gone: When done, the wait ends with EngineStopped.
 
         Raises:
-            RequestError: This model takes no videos, a wish that cannot be met, or, as MediaError
-                naming which, a video that cannot be used.
+            RequestError: A wish that cannot be met, or, as MediaError naming which, a video that
+                cannot be used.
         """
         if not videos:
             return ()
@@ -285,8 +290,7 @@ class Preparer:
         self, fps: float | None, num_frames: int | None, max_pixels: int | None
     ) -> tuple[VideoProcessor, ClipTask]:
         video = self._video
-        if video is None:
-            raise RequestError("this model takes no videos; send pictures")
+        assert video is not None, "requests with videos are refused where none are taken"
         sampling = sampling_of(
             fps, num_frames, default_fps=self._media_config.video_fps, max_frames=video.max_frames
         )

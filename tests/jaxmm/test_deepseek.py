@@ -176,7 +176,7 @@ def test_limits_that_no_tiling_keeps_are_refused_by_name(on: Engine) -> None:
 
 
 def test_videos_are_refused_by_name(on: Engine) -> None:
-    with pytest.raises(RequestError, match="takes no videos; send pictures"):
+    with pytest.raises(RequestError, match=f"^{on.model_name} takes no videos; send pictures"):
         ask(on, request(turn("<video>", "what"), videos=([SQUARE],)))
 
 

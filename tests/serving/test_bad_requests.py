@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 from openai.types import completion_create_params as of_text
@@ -87,7 +88,7 @@ def test_a_bad_body_is_refused_by_name(url, engine, body, problem):
 
 @pytest.mark.parametrize(
     ("official", "known", "parse", "least"),
-    [(of_chat, ChatRequest, parse_chat_request, {"messages": ASK}),
+    [(of_chat, ChatRequest, partial(parse_chat_request, served="model"), {"messages": ASK}),
      (of_text, CompletionRequest, parse_completion_request, {"prompt": "a"})],
     ids=["chat", "text"],
 )  # fmt: skip

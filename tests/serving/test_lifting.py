@@ -39,7 +39,7 @@ class Bodies:
     """An endpoint that keeps what it read last."""
 
     def read(self, body):
-        chat = parse_chat_request(body)
+        chat = parse_chat_request(body, "model")
         self.fields = chat.model_dump()
         for part in (p for m in self.fields["messages"] for p in m["content"]):
             if isinstance(part, dict):

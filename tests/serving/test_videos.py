@@ -33,7 +33,7 @@ def body(*parts: dict, **fields: object) -> dict:
 
 
 def parsed(*parts: dict):  # type: ignore[no-untyped-def]
-    return parse_chat_request(json.dumps(body(*parts)).encode())
+    return parse_chat_request(json.dumps(body(*parts)).encode(), "model")
 
 
 def test_every_url_has_its_place_and_each_video_its_files() -> None:
