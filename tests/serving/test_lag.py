@@ -90,8 +90,9 @@ def test_other_threads_run_while_a_body_is_put_together():
     """Each of them would wait for tens of milliseconds, the event loop's among them."""
     pieces = [os.urandom(1 << 16)] * 1500
     assert asyncio.run(Offload().join(pieces)) == b"".join(pieces)
-    shares = []
-    for _ in range(3):  # a machine that is busy with other things makes others wait too
+
+    def longest_share() -> float:
+        """The longest time for which this thread waited, of all that joining took."""
         joining = threading.Thread(target=asyncio.run, args=(Offload().join(pieces),))
         joining.start()
         times = [time.monotonic()]
@@ -99,5 +100,7 @@ def test_other_threads_run_while_a_body_is_put_together():
             time.sleep(0.0005)
             times.append(time.monotonic())
         longest = max(later - earlier for earlier, later in itertools.pairwise(times))
-        shares.append(longest / (times[-1] - times[0]))
-    assert min(shares) < 1 / 4
+        return longest / (times[-1] - times[0])
+
+    # a machine that is busy with other things makes others wait too; with the lock held, all do
+    assert any(longest_share() < 1 / 4 for _ in range(20))
