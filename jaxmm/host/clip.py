@@ -26,6 +26,8 @@ _UNREADABLE = f"the data is no video that can be read; send {ACCEPTED}"
 _DAMAGED = "the video is damaged or cut short"
 DEFAULT_FPS = 24.0
 """Frames a second of a stream that does not say; what transformers assumes."""
+_MAX_SECONDS = 1e6
+"""Longest file, eleven days: M-RoPE counts up to four a second, and float32 up to 2^24 exactly."""
 
 
 class Timeline(NamedTuple):
@@ -134,20 +136,30 @@ def _file_clip(container: Any, choose: Choose, limits: Limits) -> Clip:
     if _is_on_its_side(container, stream, shown[0]):
         height, width = width, height
     timeline = Timeline(len(shown), _fps(stream, shown), height, width)
+    seconds = timeline.num_frames / timeline.fps
+    if seconds > _MAX_SECONDS:
+        raise MediaTooLarge(
+            f"the file says that the video is {seconds:.0f} s long; the limit is "
+            f"{_MAX_SECONDS:.0f}. Send its frames as a list with an fps."
+        )
     indices = tuple(choose(timeline))
     wanted = [shown[index] for index in indices]
     return Clip(timeline, indices, _decode(container, stream, wanted, keys, limits))
 
 
 def _list_packets(container: Any, stream: Any) -> tuple[list[int], list[int]]:
-    """When each frame is shown, and when each key frame is, both ascending."""
+    """When each frame is shown, and when each key frame is, both ascending.
+
+    What an edit list cuts off, as phones do that trim a video, is decoded and never shown.
+    """
     shown, keys = [], []
     for packet in container.demux(stream):
         if packet.size == 0:
             continue
         if packet.pts is None:
             raise MediaError("the video does not say when its frames are shown")
-        shown.append(packet.pts)
+        if not packet.is_discard:
+            shown.append(packet.pts)
         if packet.is_keyframe:
             keys.append(packet.pts)
     return sorted(set(shown)), sorted(keys)

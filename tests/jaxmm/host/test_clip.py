@@ -244,6 +244,34 @@ def test_frames_are_turned_as_the_file_says(
     assert np.asarray(frame.convert("L"))[corner[1], corner[0]] > 200
 
 
+@pytest.mark.parametrize(
+    ("start", "tenths", "frames"), [(0, 24, range(24)), (0, 10, range(10)), (8, 5, range(8, 13))]
+)
+@pytest.mark.parametrize("form", ["mp4, B-frames", "mp4, open groups", "mp4, one key frame"])
+def test_what_an_edit_list_cuts_off_is_no_part_of_the_video(
+    form: str, start: int, tenths: int, frames: range
+) -> None:
+    """A frame is a tenth of a second: 1024 ticks of its stream, 100 of the file."""
+    data = bytearray(clip_of(form))
+    at = data.find(b"elst") + 12
+    _, first = struct.unpack(">Ii", data[at : at + 8])  # B-frames come two frames late
+    data[at : at + 8] = struct.pack(">Ii", 100 * tenths, first + 1024 * start)
+    assert timeline_of(bytes(data)).num_frames == len(frames)
+    found = frames_at(bytes(data), list(range(len(frames))))
+    assert [index_of(frame) for frame in found] == list(frames)
+
+
+def test_a_file_that_says_that_it_lasts_for_ages_is_refused() -> None:
+    """A frame of 10240 ticks a second is 1024 of them; here of one a second, and longer."""
+    data = bytearray(clip_of("mp4, B-frames").replace(b"edts", b"free"))
+    ticks, length = data.find(b"mdhd") + 16, data.find(b"stts") + 16
+    data[ticks : ticks + 4] = struct.pack(">I", 1)
+    assert timeline_of(bytes(data)).fps == 1 / 1024
+    data[length : length + 4] = struct.pack(">I", 1 << 20)
+    with pytest.raises(MediaTooLarge, match="is 25165824 s long; the limit is 1000000"):
+        timeline_of(bytes(data))
+
+
 def test_list_of_frames_is_a_video() -> None:
     images = [Image.fromarray(grey_frame(i)) for i in range(5)]
     file = io.BytesIO()
