@@ -126,6 +126,8 @@ def _file_clip(container: Any, choose: Choose, limits: Limits) -> Clip:
     if not streams:
         raise MediaError(f"the file has no video in it; send {ACCEPTED}")
     stream = streams[0]
+    if stream.codec_context is None:
+        raise MediaError("the video is coded in a way that is not known here; send H.264 or VP9")
     # one thread: threads would take memory that a decoding process does not have
     stream.codec_context.thread_count = 1
     height, width = stream.codec_context.height, stream.codec_context.width

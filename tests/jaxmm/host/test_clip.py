@@ -2,6 +2,7 @@
 
 import functools
 import io
+import random
 import struct
 from fractions import Fraction
 from pathlib import Path
@@ -198,6 +199,28 @@ def test_file_with_sound_alone_is_refused() -> None:
         container.mux(stream.encode())
     with pytest.raises(MediaError, match="no video in it"):
         frames_at(file.getvalue(), [0])
+
+
+def test_file_of_an_unknown_codec_is_refused() -> None:
+    data = clip_of("mp4, B-frames").replace(b"avc1", b"none")
+    with pytest.raises(MediaError, match=r"coded in a way that is not known"):
+        frames_at(data, [0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_damaged_bytes_give_frames_or_a_media_error(form: str) -> None:
+    chance = random.Random(form)
+    refused = 0
+    for _ in range(60):
+        broken = bytearray(clip_of(form))
+        for _ in range(chance.randint(1, 6)):
+            broken[chance.randrange(12, len(broken))] = chance.randrange(256)
+        try:
+            with open_clip(bytes(broken), lambda _: [0], LIMITS, fps=2) as clip:
+                list(clip.frames)
+        except MediaError:
+            refused += 1
+    assert refused < 60
 
 
 def test_frames_above_the_pixel_limit_are_refused_before_decoding() -> None:
