@@ -26,6 +26,8 @@ _UNREADABLE = f"the data is no video that can be read; send {ACCEPTED}"
 _DAMAGED = "the video is damaged or cut short"
 DEFAULT_FPS = 24.0
 """Frames a second of a stream that does not say; what transformers assumes."""
+_VP8_SHOWN = 1 << 4
+"""Bit of a frame's first byte."""
 _MAX_SECONDS = 1e6
 """Longest file, eleven days: M-RoPE counts up to four a second, and float32 up to 2^24 exactly."""
 
@@ -150,17 +152,17 @@ def _file_clip(container: Any, choose: Choose, limits: Limits) -> Clip:
 
 
 def _list_packets(container: Any, stream: Any) -> tuple[list[int], list[int]]:
-    """When each frame is shown, and when each key frame is, both ascending.
-
-    What an edit list cuts off, as phones do that trim a video, is decoded and never shown.
-    """
+    """When each frame is shown, and when each key frame is, both ascending."""
+    is_vp8 = stream.codec_context.name == "vp8"
     shown, keys = [], []
     for packet in container.demux(stream):
         if packet.size == 0:
             continue
         if packet.pts is None:
             raise MediaError("the video does not say when its frames are shown")
-        if not packet.is_discard:
+        # never shown: what an edit list cuts off, as phones do that trim a video, and frames of VP8
+        # that others are predicted from (RFC 6386, section 9.1)
+        if not packet.is_discard and not (is_vp8 and not memoryview(packet)[0] & _VP8_SHOWN):
             shown.append(packet.pts)
         if packet.is_keyframe:
             keys.append(packet.pts)

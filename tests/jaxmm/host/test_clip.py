@@ -28,6 +28,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "mp4, one key frame": {"key_every": 1000},
     "mp4 of MPEG-4 part 2": {"codec": "mpeg4"},
     "webm": {"form": "webm", "codec": "libvpx-vp9"},
+    "webm of VP8": {"form": "webm", "codec": "libvpx"},
     "gif": {"form": "gif", "codec": "gif"},
     "30000/1001 a second": {"fps": Fraction(30000, 1001)},
 }
@@ -282,6 +283,19 @@ def test_what_an_edit_list_cuts_off_is_no_part_of_the_video(
     assert timeline_of(bytes(data)).num_frames == len(frames)
     found = frames_at(bytes(data), list(range(len(frames))))
     assert [index_of(frame) for frame in found] == list(frames)
+
+
+def test_hidden_frames_of_vp8_are_no_part_of_the_video() -> None:
+    """Two-pass encoders write some; bit 4 of a frame's first byte says that it is shown."""
+    data = bytearray(clip_of("webm of VP8"))
+    with av.open(io.BytesIO(data)) as container:
+        packets = [p for p in container.demux(video=0) if p.size]
+    hidden = (8, 15, 23)  # no key frames
+    for packet in (packets[index] for index in hidden):
+        data[data.find(bytes(packet), packet.pos)] &= ~(1 << 4)
+    left = [index for index in range(24) if index not in hidden]
+    assert timeline_of(bytes(data)).num_frames == 21
+    assert [index_of(frame) for frame in frames_at(bytes(data), list(range(21)))] == left
 
 
 def test_a_file_that_says_that_it_lasts_for_ages_is_refused() -> None:
