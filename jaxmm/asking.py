@@ -76,8 +76,14 @@ def picture_sources(images: Images) -> tuple[ImageSource, ...]:
 
 
 def video_sources(videos: Videos) -> tuple[VideoSource, ...]:
-    """One video or several, as a tuple; a `str` is a path."""
+    """One video or several, as a tuple; a `str` is a path, also of a frame."""
     if videos is None:
         return ()
     several = videos if isinstance(videos, (list, tuple)) else (videos,)
-    return tuple(Path(video) if isinstance(video, str) else video for video in several)
+    return tuple(map(_video_source, several))
+
+
+def _video_source(video: VideoSource) -> VideoSource:
+    if isinstance(video, (list, tuple)):
+        return list(picture_sources(video))
+    return Path(video) if isinstance(video, str) else video

@@ -28,7 +28,7 @@ from jaxmm.host.pruning import check_rate, clip_of
 from jaxmm.host.scoring import Scores, Scoring
 from jaxmm.host.sequence import Sequence
 from jaxmm.loop import Loop
-from jaxmm.places import check_expanded, check_places, split_hashes
+from jaxmm.places import check_expanded, check_pixel_limits, check_places, split_hashes
 from jaxmm.pruner import PrunedVideos, Pruner
 from jaxmm.request import Request
 from jaxmm.start import Parts
@@ -280,7 +280,7 @@ class Intake:
                 expanded = ids
                 ids, slots = fold_expanded(ids, *parts.markers, *parts.placeholder_ids)
         is_video = ids[slots] == parts.model.video_token_id
-        check_places(request, is_video)
+        check_places(request, is_video, is_expanded=expanded is not None)
         prompt = parts.preparer.prompt_of(ids, slots, self._media(entry, is_video))
         if expanded is not None:
             check_expanded(expanded, prompt)
@@ -292,6 +292,7 @@ class Intake:
     def _media(self, entry: "_Entry", is_video: npt.NDArray[np.bool_]) -> list[Item | PreparedClip]:
         """A request's images and videos in the order of their places."""
         request, preparer = entry.request, self._parts.preparer
+        check_pixel_limits(request)
         preparer.check_count(len(is_video), "images and videos" if is_video.any() else "images")
         hashes = split_hashes(request.mm_hashes, is_video)
         common: dict[str, Any] = {

@@ -46,6 +46,37 @@ def greedy(
     Returns:
         Token ids, and float32[num_tokens, V]: log-probabilities of every step.
     """
+    model, tokenizer, _ = load(directory)
+    ids, inputs = expanded(
+        directory, messages, images, max_pixels=max_pixels, videos=videos, fps=fps
+    )
+    with torch.no_grad():
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_scores=True,
+            return_dict_in_generate=True,
+            suppress_tokens=list(range(len(tokenizer), model.config.text_config.vocab_size)),
+            **inputs,
+        )
+    scores = torch.stack([torch.log_softmax(s[0], -1) for s in out.scores])
+    return out.sequences[0, ids.shape[1] :].tolist(), scores.numpy()
+
+
+def expanded(
+    directory: Path,
+    messages: Any,
+    images: Sequence[Image.Image],
+    *,
+    max_pixels: int,
+    videos: Sequence[Sequence[Image.Image]] = (),
+    fps: float = 2.0,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Ids [1, T] with a token for each row, and the model's other arguments; as `greedy`."""
     model, tokenizer, processor = load(directory)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     pad = tokenizer.convert_ids_to_tokens(model.config.image_token_id)
@@ -70,21 +101,7 @@ def greedy(
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
     kinds = (ids == model.config.image_token_id) + 2 * (ids == model.config.video_token_id)
     inputs["mm_token_type_ids"] = kinds.int()
-    with torch.no_grad():
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            output_scores=True,
-            return_dict_in_generate=True,
-            suppress_tokens=list(range(len(tokenizer), model.config.text_config.vocab_size)),
-            **inputs,
-        )
-    scores = torch.stack([torch.log_softmax(s[0], -1) for s in out.scores])
-    return out.sequences[0, ids.shape[1] :].tolist(), scores.numpy()
+    return ids, inputs
 
 
 def with_videos(

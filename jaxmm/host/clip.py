@@ -26,6 +26,10 @@ _UNREADABLE = f"the data is no video that can be read; send {ACCEPTED}"
 _DAMAGED = "the video is damaged or cut short"
 DEFAULT_FPS = 24.0
 """Frames a second of a stream that does not say; what transformers assumes."""
+_VP8_SHOWN = 1 << 4
+"""Bit of a frame's first byte."""
+_MAX_SECONDS = 1e6
+"""Longest file, eleven days: M-RoPE counts up to four a second, and float32 up to 2^24 exactly."""
 
 
 class Timeline(NamedTuple):
@@ -124,6 +128,8 @@ def _file_clip(container: Any, choose: Choose, limits: Limits) -> Clip:
     if not streams:
         raise MediaError(f"the file has no video in it; send {ACCEPTED}")
     stream = streams[0]
+    if stream.codec_context is None:
+        raise MediaError("the video is coded in a way that is not known here; send H.264 or VP9")
     # one thread: threads would take memory that a decoding process does not have
     stream.codec_context.thread_count = 1
     height, width = stream.codec_context.height, stream.codec_context.width
@@ -134,6 +140,12 @@ def _file_clip(container: Any, choose: Choose, limits: Limits) -> Clip:
     if _is_on_its_side(container, stream, shown[0]):
         height, width = width, height
     timeline = Timeline(len(shown), _fps(stream, shown), height, width)
+    seconds = timeline.num_frames / timeline.fps
+    if seconds > _MAX_SECONDS:
+        raise MediaTooLarge(
+            f"the file says that the video is {seconds:.0f} s long; the limit is "
+            f"{_MAX_SECONDS:.0f}. Send its frames as a list with an fps."
+        )
     indices = tuple(choose(timeline))
     wanted = [shown[index] for index in indices]
     return Clip(timeline, indices, _decode(container, stream, wanted, keys, limits))
@@ -141,13 +153,17 @@ def _file_clip(container: Any, choose: Choose, limits: Limits) -> Clip:
 
 def _list_packets(container: Any, stream: Any) -> tuple[list[int], list[int]]:
     """When each frame is shown, and when each key frame is, both ascending."""
+    is_vp8 = stream.codec_context.name == "vp8"
     shown, keys = [], []
     for packet in container.demux(stream):
         if packet.size == 0:
             continue
         if packet.pts is None:
             raise MediaError("the video does not say when its frames are shown")
-        shown.append(packet.pts)
+        # never shown: what an edit list cuts off, as phones do that trim a video, and frames of VP8
+        # that others are predicted from (RFC 6386, section 9.1)
+        if not packet.is_discard and not (is_vp8 and not memoryview(packet)[0] & _VP8_SHOWN):
+            shown.append(packet.pts)
         if packet.is_keyframe:
             keys.append(packet.pts)
     return sorted(set(shown)), sorted(keys)

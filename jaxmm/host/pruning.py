@@ -12,6 +12,7 @@ included, has the M-RoPE position that it has in the prompt that is not pruned.
 
 import dataclasses
 import hashlib
+import numbers
 import struct
 import threading
 from collections import OrderedDict
@@ -48,7 +49,7 @@ def check_rate(rate: Any) -> float:
     Raises:
         RequestError: No number in [0, 1).
     """
-    is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+    is_number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
     if not (is_number and 0.0 <= rate < 1.0):  # false for NaN
         raise RequestError(
             f"video_pruning_rate={rate!r} is not a number in [0, 1), the share of a video's "

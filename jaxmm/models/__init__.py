@@ -71,7 +71,7 @@ def family_module(family: str, name: str) -> ModuleType:
     path = f"{__name__}.{_folder(family)}.{name}"
     try:
         return importlib.import_module(path)
-    except ImportError as error:
+    except Exception as error:  # whatever a family's own imports raise
         raise ModelError(f"model_type {family!r} cannot be served: {_reason(error)}") from error
 
 

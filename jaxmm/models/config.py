@@ -350,13 +350,9 @@ CLIP_NORMALISATION = (
 
 
 def read_normalisation(
-    directory: Path,
+    table: Raw | None,
     default: tuple[tuple[float, ...], tuple[float, ...]] = CLIP_NORMALISATION,
-    *,
-    file: str = "preprocessor_config.json",
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """`image_mean` and `image_std` of the processor's file; the default if it does not say."""
-    path = directory / file
-    raw = read_json(path) if path.exists() else {}
-    mean, std = default
+    """`image_mean` and `image_std` of a processor's settings; the default if they do not say."""
+    raw, (mean, std) = table or {}, default
     return tuple(raw.get("image_mean") or mean), tuple(raw.get("image_std") or std)

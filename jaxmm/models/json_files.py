@@ -22,3 +22,21 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{str(path)!r} holds a {type(value).__name__}, not an object")
     return value
+
+
+def read_processor_table(directory: Path, modality: str = "image") -> dict[str, Any] | None:
+    """Settings of a checkpoint's image or video processor, wherever they are; None: nowhere.
+
+    In a file of their own, or in the one that transformers 5 writes for a whole processor.
+
+    Raises:
+        ModelError: A file holds no JSON object.
+    """
+    own = {"image": "preprocessor_config.json", "video": "video_preprocessor_config.json"}
+    for name, key in ((own[modality], ""), ("processor_config.json", f"{modality}_processor")):
+        if (directory / name).is_file():
+            table = read_json(directory / name)
+            found = table.get(key) if key else table
+            if isinstance(found, dict):
+                return found
+    return None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmm.api import agenerate, generate
-from jaxmm.asking import make_request, sampling_params
+from jaxmm.asking import make_request, picture_sources, sampling_params, video_sources
 from jaxmm.engine import Engine
 from jaxmm.errors import MediaError, RequestError
 from jaxmm.request import Delta
@@ -210,3 +210,11 @@ def test_plain_question_becomes_one_user_turn_pictures_first() -> None:
     made = make_request("what", [IMAGE, IMAGE], sampling_params({}))
     assert made.messages == turn("<image>", "<image>", "what")
     assert made.images == (IMAGE, IMAGE)
+
+
+def test_a_text_in_place_of_a_file_is_its_path_of_a_frame_too() -> None:
+    array = np.zeros((2, 28, 28, 3), np.uint8)
+    assert picture_sources(["a.png", b"b"]) == (Path("a.png"), b"b")
+    sources = video_sources(["a.mp4", ["a.png", b"b"], array])
+    assert sources[:2] == (Path("a.mp4"), [Path("a.png"), b"b"])
+    assert sources[2] is array

@@ -1,6 +1,7 @@
 """Gemma 3: pictures attended both ways and never cut; against transformers, served in every way."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -230,10 +231,15 @@ def test_settings_that_would_change_it_are_refused_too() -> None:
         load(checkpoint("gemma3"), max_pixels=50 * 50)
 
 
-def test_pan_and_scan_is_refused_by_name(tmp_path: Path) -> None:
-    for name in ("config.json", "preprocessor_config.json"):
-        raw = json.loads((checkpoint("gemma3") / name).read_text())
-        write_json(tmp_path / name, raw | {"do_pan_and_scan": True})
+@pytest.mark.parametrize("whole", [False, True])
+def test_pan_and_scan_is_refused_by_name(tmp_path: Path, whole: bool) -> None:
+    shutil.copy(checkpoint("gemma3") / "config.json", tmp_path)
+    table = json.loads((checkpoint("gemma3") / "preprocessor_config.json").read_text())
+    table |= {"do_pan_and_scan": True}
+    if whole:  # as transformers 5 saves it
+        write_json(tmp_path / "processor_config.json", {"image_processor": table})
+    else:
+        write_json(tmp_path / "preprocessor_config.json", table)
     with pytest.raises(ModelError, match="sets do_pan_and_scan: crops beside the picture"):
         family_module("gemma3", "processor").ImageProcessor.from_checkpoint(tmp_path)
 

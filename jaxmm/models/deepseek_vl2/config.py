@@ -86,7 +86,8 @@ def _read_vision(directory: Path, raw: Raw, text_width: int) -> VisionConfig:
             raise ModelError(f"config.json: projector_config.{key}={value} and {wanted} beside it")
     patch_size = integer(vision, "patch_size", 14)
     half = (0.5, 0.5, 0.5)
-    mean, std = read_normalisation(directory, (half, half), file="processor_config.json")
+    path = directory / "processor_config.json"  # the whole processor is the pictures'
+    mean, std = read_normalisation(read_json(path) if path.exists() else None, (half, half))
     return VisionConfig(
         depth=integer(vision, "layers", 27),
         width=width,

@@ -17,7 +17,7 @@ from jaxmm.models.config import (
     read_normalisation,
     require,
 )
-from jaxmm.models.json_files import read_json
+from jaxmm.models.json_files import read_json, read_processor_table
 from jaxmm.models.tensor_files import tensor_files
 
 _HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
@@ -137,7 +137,7 @@ def _read_vision(directory: Path, raw: Raw, text_width: int) -> VisionConfig:
     )
     if width % num_heads:
         raise ModelError(f"config.json: vision width {width} is no multiple of {num_heads} heads")
-    mean, std = read_normalisation(directory, _HALF)
+    mean, std = read_normalisation(read_processor_table(directory), _HALF)
     return VisionConfig(
         depth=integer(vision, "num_hidden_layers", 12),
         width=width,

@@ -18,7 +18,7 @@ from PIL import Image
 
 from jaxmm.errors import ConfigError, ModelError, RequestError
 from jaxmm.host.item import Item
-from jaxmm.models.json_files import read_json
+from jaxmm.models.json_files import read_json, read_processor_table
 from jaxmm.models.qwen2_vl import processor as qwen2_vl
 
 Grid = tuple[int, int, int]
@@ -162,8 +162,7 @@ class ImageProcessor:
 
 def _read_resample(directory: Path, side: int) -> int:
     """Pillow's filter, as preprocessor_config.json names it."""
-    path = directory / "preprocessor_config.json"
-    table = read_json(path) if path.exists() else {}
+    table = read_processor_table(directory) or {}
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if table.get(key) is False:
             raise ModelError(f"preprocessor_config.json sets {key}=false; only true is supported")

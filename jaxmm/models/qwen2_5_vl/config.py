@@ -14,7 +14,7 @@ from jaxmm.models.config import (
     read_text_config,
     require,
 )
-from jaxmm.models.json_files import read_json
+from jaxmm.models.json_files import read_json, read_processor_table
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -35,7 +35,7 @@ def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
     require(raw, "temporal_patch_size", (2,))
     require(raw, "hidden_act", ("silu",))
     patch_size = integer(raw, "patch_size", 14)
-    mean, std = read_normalisation(directory)
+    mean, std = read_normalisation(read_processor_table(directory))
     return VisionConfig(
         depth=integer(raw, "depth", 32),
         width=integer(raw, "hidden_size", 3584),

@@ -13,7 +13,7 @@ from jaxmm.models.config import (
     read_text_config,
     require,
 )
-from jaxmm.models.json_files import read_json
+from jaxmm.models.json_files import read_json, read_processor_table
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -34,7 +34,7 @@ def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
     require(raw, "temporal_patch_size", (2,))
     require(raw, "hidden_act", ("quick_gelu",))
     width = integer(raw, "embed_dim", 1280)
-    mean, std = read_normalisation(directory)
+    mean, std = read_normalisation(read_processor_table(directory))
     return VisionConfig(
         depth=integer(raw, "depth", 32),
         width=width,

@@ -6,7 +6,6 @@ uint8 and are not repeated in time: normalising and repeating are device work.
 
 import functools
 import hashlib
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from PIL import Image
 from jaxmm.errors import ConfigError, MediaTooLarge, ModelError, RequestError
 from jaxmm.host import mrope
 from jaxmm.host.item import Item
+from jaxmm.models.json_files import read_processor_table
 
 Grid = tuple[int, int, int]
 Allocate = Callable[[int, int], npt.NDArray[np.uint8]]
@@ -73,7 +73,11 @@ class ImageProcessor:
             ModelError: No such file, or settings that this class does not follow.
             ConfigError: Pixel limits that contradict each other.
         """
-        table = _read_table(Path(directory))
+        table = read_processor_table(Path(directory))
+        if table is None:
+            raise ModelError(
+                "the checkpoint has no preprocessor_config.json, so its pixels are unknown"
+            )
         _check_supported(table)
         lower, upper = _pixel_limits(table)
         return cls(
@@ -268,25 +272,6 @@ def largest_area(unit: int, min_pixels: int, max_pixels: int) -> int:
     held = unit * math.sqrt(max_pixels) * root
     enlarged = min_pixels + unit * math.sqrt(min_pixels) * (root + 1 / root) + unit * unit
     return max(max_pixels, math.ceil(held), math.ceil(enlarged))
-
-
-_TABLES = (("preprocessor_config.json", ""), ("processor_config.json", "image_processor"))
-"""File and key; the second is what transformers 5 writes for a whole processor."""
-
-
-def _read_table(directory: Path) -> dict[str, Any]:
-    for name, key in _TABLES:
-        path = directory / name
-        if not path.is_file():
-            continue
-        try:
-            table = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ModelError(f"{name} is not valid JSON: {error}") from None
-        table = table.get(key) if key and isinstance(table, dict) else table
-        if isinstance(table, dict):
-            return table
-    raise ModelError("the checkpoint has no preprocessor_config.json, so its pixels are unknown")
 
 
 def _check_supported(table: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from jaxmm.models.config import (
     read_rope,
     require,
 )
-from jaxmm.models.json_files import read_json
+from jaxmm.models.json_files import read_json, read_processor_table
 
 _HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
@@ -52,7 +52,7 @@ def _read_vision(directory: Path, raw: Raw) -> VisionConfig:
             f"config.json: deepstack_visual_indexes={list(layers)} do not ascend below the "
             f"{depth} layers"
         )
-    mean, std = read_normalisation(directory, _HALF)
+    mean, std = read_normalisation(read_processor_table(directory), _HALF)
     return VisionConfig(
         depth=depth,
         width=integer(raw, "hidden_size", 1152),

@@ -10,7 +10,6 @@ import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxmm.host.clip import Clip, Timeline
 from jaxmm.host.video import (
@@ -21,7 +20,7 @@ from jaxmm.host.video import (
     Timing,
     new_array,
 )
-from jaxmm.models.json_files import read_json
+from jaxmm.models.json_files import read_json, read_processor_table
 from jaxmm.models.qwen2_vl.processor import ImageProcessor, check_aspect
 from jaxmm.models.qwen2_vl.video import (
     MAX_PIXELS,
@@ -55,7 +54,7 @@ class VideoProcessor:
     def from_checkpoint(
         cls, directory: str | Path, image: ImageProcessor, *, max_frames: int, max_pixels: int = 0
     ) -> "VideoProcessor":
-        """Read video_preprocessor_config.json if there is one, and ids from config.json.
+        """Read the video processor's settings if there are any, and ids from config.json.
 
         Args:
             directory: A Hugging Face checkpoint.
@@ -68,7 +67,7 @@ class VideoProcessor:
         """
         directory = Path(directory)
         raw = read_json(directory / "config.json")
-        size = _read_table(directory).get("size") or {}
+        size = (read_processor_table(directory, "video") or {}).get("size") or {}
         upper = max_pixels or int(size.get("longest_edge") or MAX_PIXELS)
         return cls(
             image=image,
@@ -148,17 +147,3 @@ class VideoProcessor:
             Surroundings((f"<{seconds:.1f} seconds>", self.start_id), (self.end_id,))
             for seconds in timing.seconds
         ]
-
-
-_TABLES = (("video_preprocessor_config.json", ""), ("processor_config.json", "video_processor"))
-"""File and key; the second is what transformers 5 writes for a whole processor."""
-
-
-def _read_table(directory: Path) -> dict[str, Any]:
-    for name, key in _TABLES:
-        if (directory / name).is_file():
-            table = read_json(directory / name)
-            table = table.get(key) or {} if key else table
-            if table:
-                return table
-    return {}

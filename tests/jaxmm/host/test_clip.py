@@ -2,6 +2,7 @@
 
 import functools
 import io
+import random
 import struct
 from fractions import Fraction
 from pathlib import Path
@@ -27,6 +28,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "mp4, one key frame": {"key_every": 1000},
     "mp4 of MPEG-4 part 2": {"codec": "mpeg4"},
     "webm": {"form": "webm", "codec": "libvpx-vp9"},
+    "webm of VP8": {"form": "webm", "codec": "libvpx"},
     "gif": {"form": "gif", "codec": "gif"},
     "30000/1001 a second": {"fps": Fraction(30000, 1001)},
 }
@@ -200,6 +202,28 @@ def test_file_with_sound_alone_is_refused() -> None:
         frames_at(file.getvalue(), [0])
 
 
+def test_file_of_an_unknown_codec_is_refused() -> None:
+    data = clip_of("mp4, B-frames").replace(b"avc1", b"none")
+    with pytest.raises(MediaError, match=r"coded in a way that is not known"):
+        frames_at(data, [0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_damaged_bytes_give_frames_or_a_media_error(form: str) -> None:
+    chance = random.Random(form)
+    refused = 0
+    for _ in range(60):
+        broken = bytearray(clip_of(form))
+        for _ in range(chance.randint(1, 6)):
+            broken[chance.randrange(12, len(broken))] = chance.randrange(256)
+        try:
+            with open_clip(bytes(broken), lambda _: [0], LIMITS, fps=2) as clip:
+                list(clip.frames)
+        except MediaError:
+            refused += 1
+    assert refused < 60
+
+
 def test_frames_above_the_pixel_limit_are_refused_before_decoding() -> None:
     with pytest.raises(MediaTooLarge, match="64 x 48 = 3072 pixels; the limit is 3000"):
         frames_at(clip_of("webm"), [0], Limits(1 << 20, 3000))
@@ -242,6 +266,47 @@ def test_frames_are_turned_as_the_file_says(
     timeline = timeline_of(bytes(data))
     assert (timeline.width, timeline.height) == size  # from which the resized size follows
     assert np.asarray(frame.convert("L"))[corner[1], corner[0]] > 200
+
+
+@pytest.mark.parametrize(
+    ("start", "tenths", "frames"), [(0, 24, range(24)), (0, 10, range(10)), (8, 5, range(8, 13))]
+)
+@pytest.mark.parametrize("form", ["mp4, B-frames", "mp4, open groups", "mp4, one key frame"])
+def test_what_an_edit_list_cuts_off_is_no_part_of_the_video(
+    form: str, start: int, tenths: int, frames: range
+) -> None:
+    """A frame is a tenth of a second: 1024 ticks of its stream, 100 of the file."""
+    data = bytearray(clip_of(form))
+    at = data.find(b"elst") + 12
+    _, first = struct.unpack(">Ii", data[at : at + 8])  # B-frames come two frames late
+    data[at : at + 8] = struct.pack(">Ii", 100 * tenths, first + 1024 * start)
+    assert timeline_of(bytes(data)).num_frames == len(frames)
+    found = frames_at(bytes(data), list(range(len(frames))))
+    assert [index_of(frame) for frame in found] == list(frames)
+
+
+def test_hidden_frames_of_vp8_are_no_part_of_the_video() -> None:
+    """Two-pass encoders write some; bit 4 of a frame's first byte says that it is shown."""
+    data = bytearray(clip_of("webm of VP8"))
+    with av.open(io.BytesIO(data)) as container:
+        packets = [p for p in container.demux(video=0) if p.size]
+    hidden = (8, 15, 23)  # no key frames
+    for packet in (packets[index] for index in hidden):
+        data[data.find(bytes(packet), packet.pos)] &= ~(1 << 4)
+    left = [index for index in range(24) if index not in hidden]
+    assert timeline_of(bytes(data)).num_frames == 21
+    assert [index_of(frame) for frame in frames_at(bytes(data), list(range(21)))] == left
+
+
+def test_a_file_that_says_that_it_lasts_for_ages_is_refused() -> None:
+    """A frame of 10240 ticks a second is 1024 of them; here of one a second, and longer."""
+    data = bytearray(clip_of("mp4, B-frames").replace(b"edts", b"free"))
+    ticks, length = data.find(b"mdhd") + 16, data.find(b"stts") + 16
+    data[ticks : ticks + 4] = struct.pack(">I", 1)
+    assert timeline_of(bytes(data)).fps == 1 / 1024
+    data[length : length + 4] = struct.pack(">I", 1 << 20)
+    with pytest.raises(MediaTooLarge, match="is 25165824 s long; the limit is 1000000"):
+        timeline_of(bytes(data))
 
 
 def test_list_of_frames_is_a_video() -> None:

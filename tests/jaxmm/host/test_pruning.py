@@ -125,7 +125,8 @@ def test_pictures_and_other_videos_are_left_as_they_are():
 
 
 def test_a_rate_is_a_number_from_0_to_below_1():
-    assert check_rate(0) == 0.0
+    for right in (0, 0.5, np.float32(0.5), np.float64(0.5)):
+        assert check_rate(right) == right
     for wrong in (1, -0.1, float("nan"), "0.5", None, True):
         with pytest.raises(RequestError, match="video_pruning_rate"):
             check_rate(wrong)

@@ -175,6 +175,16 @@ def test_pixels_are_normalised_as_the_processor_file_says(tmp_path: Path) -> Non
     assert read_config(tmp_path).vision.image_mean == (0.5, 0.5, 0.5)
 
 
+@pytest.mark.parametrize("name", [*FAMILIES, "gemma3"])
+def test_pixels_are_normalised_as_a_whole_processors_file_says(name: Any, tmp_path: Path) -> None:
+    """In which transformers 5 saves the settings that had a file of their own."""
+    shutil.copy(checkpoint(name) / "config.json", tmp_path)
+    table = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    write(tmp_path, {"image_processor": table}, "processor_config.json")
+    vision = read_config(tmp_path).vision
+    assert (vision.image_mean, vision.image_std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+
+
 def test_config_is_a_static_argument(family: Family) -> None:
     assert hash(read_config(checkpoint(family))) == hash(read_config(checkpoint(family)))
 

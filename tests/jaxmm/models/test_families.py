@@ -90,13 +90,16 @@ def test_a_family_that_cannot_be_imported_costs_only_its_own_users(
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "line", ["import nobody_has", "raise RuntimeError('built for another: nobody_has')"]
+)
 def test_a_module_that_cannot_be_imported_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str
 ) -> None:
     folder = tmp_path / "half_vl"
     folder.mkdir()
     (folder / "__init__.py").write_text('MODEL_TYPES = ("half_vl",)\n')
-    (folder / "config.py").write_text("import a_package_that_nobody_has\n")
+    (folder / "config.py").write_text(f"{line}\n")
     monkeypatch.setattr(jaxmm.models, "__path__", [*jaxmm.models.__path__, str(tmp_path)])
     families.cache_clear()
     with pytest.raises(ModelError, match=r"'half_vl' cannot be served: .*nobody_has"):

@@ -102,6 +102,16 @@ def test_times_and_timestamps(name: str, times: tuple[int, ...], stamps: tuple[s
     assert {s.before + s.after for s in VIDEOS["qwen2_vl"].surroundings(counted.timing)} == {()}
 
 
+@pytest.mark.parametrize(
+    ("name", "steps", "rows"), [("10f_10fps", 2, 4), ("9f_2997", 2, 4), ("24f_8fps", 3, 12)]
+)
+def test_steps_and_rows_of_files_under_the_published_limits(
+    name: str, steps: int, rows: int
+) -> None:
+    clip = process("qwen3_vl", (MEDIA / f"{name}.mp4").read_bytes())
+    assert (clip.grid_thw[0], clip.num_rows) == (steps, rows)
+
+
 def test_so_many_frames_in_all_are_spread_over_the_clip() -> None:
     """Of 24 frames, 8 a second: 0 3 7 10 13 16 20 23; a step is shown at the mean of its two."""
     eight = process("qwen3_vl", (MEDIA / "24f_8fps.mp4").read_bytes(), num_frames=8)

@@ -28,6 +28,8 @@ TOKENS = {
     "size_1x200.png": 114,
     "size_200x1.png": 114,
     "size_384x384.png": 144,
+    "bytes_150x30.png": 72,
+    "bytes_30x150.png": 72,
     "big.png": 676,
 }
 
