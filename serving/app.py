@@ -222,7 +222,7 @@ def _add_state(app: FastAPI, engine: ServedEngine, metrics: Metrics, name: str) 
     async def model(model: str) -> Response:
         """Describe a model."""
         if model != name:
-            raise UnknownModel(f"the model served here is {name!r}")
+            raise UnknownModel(f"the model served here is {name!r}", "model")
         return _json(card)
 
     @app.get("/health", response_model=None, responses=_HEALTH)
