@@ -6,6 +6,7 @@ A zero in a size means: derived when the engine starts, from the device's memory
 
 import dataclasses
 import difflib
+import logging
 import os
 import tomllib
 import types
@@ -17,8 +18,11 @@ from typing import Any, Literal
 
 from jaxmm.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 MAX_EXPIRE_SECONDS = 1e7
 """Of what a conversation keeps; a system's wait has a bound too."""
+_VARIABLES = "JAXMM_"
 
 
 def _require(ok: bool, message: str) -> None:
@@ -321,7 +325,10 @@ _Config = typing.TypeVar("_Config")
 
 
 def load_config(
-    cls: type[_Config], path: str | Path | None = None, overrides: Mapping[str, Any] | None = None
+    cls: type[_Config],
+    path: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    implied: str = "",
 ) -> _Config:
     """Build a config dataclass from a TOML file, `JAXMM_*` variables and overrides.
 
@@ -329,12 +336,13 @@ def load_config(
         cls: A config dataclass; nested ones are tables (`[pages]`) and dotted keys.
         path: TOML file, or None.
         overrides: Dotted name to value (`"pages.page_size": 16`); strings are converted.
+        implied: Beginning of dotted names that variables leave out.
 
     Raises:
         ConfigError: An unknown key (the nearest known one is named) or a value of a wrong type.
     """
     values = _flatten(_read_toml(path)) if path is not None else {}
-    values |= environment(cls)
+    values |= environment(cls, implied)
     values |= dict(overrides or {})
     return _build(cls, values, "")
 
@@ -373,10 +381,24 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def environment(cls: type) -> dict[str, str]:
-    """Settings of a config dataclass found in `JAXMM_*` variables, by dotted name."""
-    names = {f"JAXMM_{name.replace('.', '_').upper()}": name for name in field_names(cls)}
-    return {names[key]: value for key, value in os.environ.items() if key in names}
+def environment(cls: type, implied: str = "") -> dict[str, str]:
+    """Settings of a config dataclass found in `JAXMM_*` variables, by dotted name.
+
+    Warns of variables that are none of them, and names the nearest. They are no error: Kubernetes
+    makes such variables of its own for a service that is called jaxmm, as `JAXMM_SERVICE_HOST`.
+    """
+    names = {_variable(name.removeprefix(implied)): name for name in field_names(cls)}
+    given = {key: value for key, value in os.environ.items() if key.startswith(_VARIABLES)}
+    for key in sorted(given.keys() - names.keys()):
+        near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
+        logger.warning(
+            "variable ignored, no setting of %s name=%s nearest=%s", cls.__name__, key, near
+        )
+    return {names[key]: value for key, value in given.items() if key in names}
+
+
+def _variable(name: str) -> str:
+    return _VARIABLES + name.replace(".", "_").upper()
 
 
 def _build(cls: type[_Config], values: Mapping[str, Any], prefix: str) -> _Config:

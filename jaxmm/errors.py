@@ -34,6 +34,11 @@ class ModelError(JaxmmError, ValueError):
 class RequestError(JaxmmError, ValueError):
     """A request that cannot be served as it stands; other requests are not affected."""
 
+    def __init__(self, message: str, param: str | None = None) -> None:
+        """Say what is wrong, and, where it is known, which field or which place of the request."""
+        super().__init__(message)
+        self.param = param
+
 
 class MediaError(RequestError):
     """A picture that cannot be decoded or processed."""

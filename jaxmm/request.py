@@ -18,22 +18,23 @@ MAX_STOP_TOKEN_IDS = 16
 
 def _check(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise SamplingError(f"{name}={value!r} is not a number")
+        raise SamplingError(f"{name}={value!r} is not a number", name.split()[0])
     above = value > low if open_low else value >= low
     if not (above and value <= high):  # false for NaN
         bracket = "(" if open_low else "["
-        raise SamplingError(f"{name}={value} is outside {bracket}{low}, {high}]")
+        message = f"{name}={value} is outside {bracket}{low}, {high}]"
+        raise SamplingError(message, name.split()[0])
 
 
 def _check_whole(name: str, value: int, low: int, high: int) -> None:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise SamplingError(f"{name}={value!r} is not a whole number")
+        raise SamplingError(f"{name}={value!r} is not a whole number", name.split()[0])
     _check(name, value, low, high)
 
 
 def _check_list(name: str, value: Sequence[Any]) -> None:
     if not isinstance(value, (list, tuple)):
-        raise SamplingError(f"{name}={value!r} is not a list or a tuple")
+        raise SamplingError(f"{name}={value!r} is not a list or a tuple", name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +89,13 @@ class SamplingParams:
         if self.logprobs is not None:
             _check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if not isinstance(self.logit_bias, Mapping):
-            raise SamplingError(f"logit_bias={self.logit_bias!r} does not map ids to numbers")
+            message = f"logit_bias={self.logit_bias!r} does not map ids to numbers"
+            raise SamplingError(message, "logit_bias")
         object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise SamplingError(
-                f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}"
+                f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}",
+                "logit_bias",
             )
         for token, bias in self.logit_bias.items():
             _check_whole("logit_bias token", token, 0, 1 << 30)
@@ -105,16 +108,18 @@ class SamplingParams:
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise SamplingError(
                 f"stop_token_ids has {len(self.stop_token_ids)} entries; "
-                f"the limit is {MAX_STOP_TOKEN_IDS}"
+                f"the limit is {MAX_STOP_TOKEN_IDS}",
+                "stop_token_ids",
             )
         for token in self.stop_token_ids:
             _check_whole("stop_token_ids entry", token, 0, 1 << 30)
         if self.grammar is not None and not isinstance(self.grammar, str):
-            raise SamplingError("grammar is not a string; give json_grammar(schema) for a schema")
+            message = "grammar is not a string; give json_grammar(schema) for a schema"
+            raise SamplingError(message, "grammar")
         if not all(isinstance(s, str) for s in self.stop):
-            raise SamplingError(f"stop={self.stop!r} is not a tuple of strings")
+            raise SamplingError(f"stop={self.stop!r} is not a tuple of strings", "stop")
         if any(not s for s in self.stop):
-            raise SamplingError("stop contains an empty string")
+            raise SamplingError("stop contains an empty string", "stop")
 
     @property
     def changes_logits(self) -> bool:

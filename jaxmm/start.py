@@ -139,7 +139,8 @@ class Parts:
             for token in ids:
                 if not 0 <= token < self.tokenizer.vocab_size:
                     raise SamplingError(
-                        f"{name} names token {token}, outside [0, {self.tokenizer.vocab_size})"
+                        f"{name} names token {token}, outside [0, {self.tokenizer.vocab_size})",
+                        name,
                     )
 
     def close(self) -> None:

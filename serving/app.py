@@ -94,7 +94,10 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
         if traces is not None:
             await traces.aclose()
 
-    app = FastAPI(title="jaxmm", version=__version__, lifespan=lifespan)
+    # FastAPI's pages for people load their scripts from a public host
+    app = FastAPI(
+        title="jaxmm", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     app.state.draining = False
     app.state.lag = LagProbe(metrics.observe_lag)
     # the last is the outermost: named, then let in by its key, then admitted
@@ -219,7 +222,7 @@ def _add_state(app: FastAPI, engine: ServedEngine, metrics: Metrics, name: str) 
     async def model(model: str) -> Response:
         """Describe a model."""
         if model != name:
-            raise UnknownModel(f"the model served here is {name!r}")
+            raise UnknownModel(f"the model served here is {name!r}", "model")
         return _json(card)
 
     @app.get("/health", response_model=None, responses=_HEALTH)

@@ -82,7 +82,8 @@ class Completions:
             body = await read_body(http, self._offload)
             ask, urls = await self._offload.run(len(body), read_ask, endpoint, body)
         if ask.model not in (None, self._model):
-            raise UnknownModel(f"the model served here is {self._model!r}; see GET /v1/models")
+            known = f"the model served here is {self._model!r}; see GET /v1/models"
+            raise UnknownModel(known, "model")
         check_num_pictures(ask.num_items, self._config.engine.media.max_items)
         with stage("fetch", images=len(urls)):
             fetching = self._fetcher.fetch_all(urls, http.state.share.take)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxmm.config import EngineConfig, environment, load_config
+from jaxmm.config import EngineConfig, load_config
 from jaxmm.errors import ConfigError
 
 ENGINE_PREFIX = "engine."
@@ -129,5 +129,4 @@ def load_server_config(
     Raises:
         ConfigError: An unknown key or a value that cannot work.
     """
-    engine = {ENGINE_PREFIX + name: value for name, value in environment(EngineConfig).items()}
-    return load_config(ServerConfig, path, {**engine, **(overrides or {})})
+    return load_config(ServerConfig, path, overrides, ENGINE_PREFIX)

@@ -19,10 +19,6 @@ from jaxmm.errors import (
 class BadBody(RequestError):
     """A request body that is not what the protocol asks for."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-
 
 class BodyTooLarge(RequestError):
     """A request body beyond `max_request_bytes`."""
@@ -114,5 +110,5 @@ def error_body(error: Exception) -> dict[str, Any]:
     """Shape an error as OpenAI clients expect it; internal ones tell nothing of themselves."""
     answer = answer_for(error)
     message = INTERNAL if answer.status == 500 else str(error)
-    param = error.param if isinstance(error, BadBody) else None
+    param = error.param if isinstance(error, RequestError) else None
     return {"error": {"message": message, "type": answer.type, "param": param, "code": answer.code}}

@@ -96,7 +96,7 @@ class Fetcher:
         try:
             return await self._fetch(url, budget)
         except MediaError as e:
-            raise type(e)(f"{where}: {e}") from e
+            raise type(e)(f"{where}: {e}", where) from e
 
     async def _fetch(self, url: Url, budget: Budget) -> bytes:
         if isinstance(url, memoryview) or _is_data(url):

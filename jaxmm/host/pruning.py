@@ -53,7 +53,8 @@ def check_rate(rate: Any) -> float:
     if not (is_number and 0.0 <= rate < 1.0):  # false for NaN
         raise RequestError(
             f"video_pruning_rate={rate!r} is not a number in [0, 1), the share of a video's "
-            "tokens that is dropped"
+            "tokens that is dropped",
+            "video_pruning_rate",
         )
     return float(rate)
 

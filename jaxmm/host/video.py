@@ -101,18 +101,20 @@ def sampling_of(
     """
     if num_frames is not None:
         if fps is not None:
-            raise RequestError("give fps or num_frames, not both")
+            raise RequestError("give fps or num_frames, not both", "fps")
         if not isinstance(num_frames, numbers.Integral) or isinstance(num_frames, bool):
-            raise RequestError(f"num_frames={num_frames!r} is not a whole number")
+            raise RequestError(f"num_frames={num_frames!r} is not a whole number", "num_frames")
         if not 1 <= num_frames <= max_frames:
-            raise RequestError(f"num_frames={num_frames} is outside [1, {max_frames}]")
+            raise RequestError(
+                f"num_frames={num_frames} is outside [1, {max_frames}]", "num_frames"
+            )
         num_frames = int(num_frames)
     rate = default_fps if fps is None else fps
     if not isinstance(rate, numbers.Real) or isinstance(rate, bool):
-        raise RequestError(f"fps={rate!r} is not a number")
+        raise RequestError(f"fps={rate!r} is not a number", "fps")
     # of a list of frames, one near zero makes a video too long for floats and for positions
     if not MIN_FPS <= rate <= MAX_FPS:  # true for NaN
-        raise RequestError(f"fps={rate!r} is outside [{MIN_FPS:g}, {MAX_FPS:g}]")
+        raise RequestError(f"fps={rate!r} is outside [{MIN_FPS:g}, {MAX_FPS:g}]", "fps")
     return Sampling(float(rate), num_frames)
 
 

@@ -126,7 +126,8 @@ class AutoImageProcessor:
         if not (1 <= lower <= upper <= self.max_pixels and self.unit**2 <= upper):
             raise RequestError(
                 f"min_pixels={lower} and max_pixels={upper} are not within the server's limits, "
-                f"{self.unit**2} to {self.max_pixels}"
+                f"{self.unit**2} to {self.max_pixels}",
+                "max_pixels" if min_pixels is None else "min_pixels",
             )
         return lower, upper
 

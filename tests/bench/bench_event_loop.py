@@ -2,11 +2,11 @@
 
     python -m tests.bench.bench_event_loop [--seconds 30] [--clients 8] [--form JPEG]
 
-A whole server with the model that ships, its clients in a process of their own, each sending one
-request after the other: four pictures of 1536 x 2170 as data URIs. Prints hardware, commit, the
-lag of the event loop (median, p99, largest), the most processor time that it took at a stretch,
-and the time of GET /health; and, as what the machine itself adds, the lag of a loop in another
-process that does nothing.
+A whole server with the model that ships, on the loop that `jaxmm serve` runs on, its clients in a
+process of their own, each sending one request after the other: four pictures of 1536 x 2170 as data
+URIs. Prints hardware, commit, the lag of the event loop while they send (median, p99, largest), the
+most processor time that it took at a stretch, and the time of GET /health; and, as what the machine
+itself adds, the lag of a loop in another process that does nothing at the same time.
 """
 
 import argparse
@@ -18,8 +18,10 @@ import multiprocessing
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -66,9 +68,9 @@ def body(seed: int, form: str) -> bytes:
     return json.dumps(asked).encode()
 
 
-def send(url: str, seconds: float, clients: int, form: str) -> None:
-    """Be all the clients; prints what they met."""
-    bodies = [body(seed, form) for seed in range(NUM_BODIES)]
+def send(url: str, seconds: float, clients: int, folder: Path) -> None:
+    """Be all the clients, who send the bodies of a folder; prints what they met."""
+    bodies = [file.read_bytes() for file in sorted(folder.iterdir())]
 
     async def run() -> tuple[list[int], list[float]]:
         statuses: list[int] = []
@@ -79,7 +81,7 @@ def send(url: str, seconds: float, clients: int, form: str) -> None:
             """One client; with a new salt, nothing is known from before."""
             while time.monotonic() < end:
                 index += 1
-                salted = bodies[index % NUM_BODIES][:-1] + b', "cache_salt": "%d-%d"}' % (
+                salted = bodies[index % len(bodies)][:-1] + b', "cache_salt": "%d-%d"}' % (
                     clients,
                     index,
                 )
@@ -100,7 +102,7 @@ def send(url: str, seconds: float, clients: int, form: str) -> None:
 
     statuses, health = asyncio.run(run())
     counts = {status: statuses.count(status) for status in sorted(set(statuses))}
-    size = sum(map(len, bodies)) / NUM_BODIES / 1e6
+    size = sum(map(len, bodies)) / len(bodies) / 1e6
     print(f"requests  {counts}, {size:.1f} MB each, {len(statuses) / seconds:.2f} a second")
     print(f"health    {shown(health)}")
 
@@ -130,33 +132,42 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--form", choices=["JPEG", "PNG"], default="JPEG")
-    parser.add_argument("--send", metavar="URL", help=argparse.SUPPRESS)
+    parser.add_argument("--send", nargs=2, metavar=("URL", "FOLDER"), help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     if parsed.send:
-        send(parsed.send, parsed.seconds, parsed.clients, parsed.form)
+        url, folder = parsed.send
+        send(url, parsed.seconds, parsed.clients, Path(folder))
         return
     print(describe_run(), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(NUM_BODIES):
+            Path(folder, str(seed)).write_bytes(body(seed, parsed.form))
+        measure(folder, parsed.clients, parsed.seconds)
+
+
+def measure(folder: str, clients: int, seconds: float) -> None:
+    """Serve clients who send the bodies of a folder, and print how late the loop was."""
     settings = {f"engine.{name}": value for name, value in SETTINGS.items()}
     config = load_config(ServerConfig, None, settings)
     with Engine(config.engine) as engine, socket.create_server(("127.0.0.1", 0)) as listener:
         tune_interpreter()
         served = uvicorn_config(engine, config)
         server = uvicorn.Server(served)
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+        thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        clients = [sys.executable, "-m", "tests.bench.bench_event_loop", "--send", url, "--clients",
-                   str(parsed.clients), "--form", parsed.form, "--seconds"]  # fmt: skip
-        subprocess.run([*clients, str(WARM_UP_SECONDS)], check=True, stdout=subprocess.DEVNULL)
+        words = [sys.executable, "-m", "tests.bench.bench_event_loop", "--send", url, folder,
+                 "--clients", str(clients), "--seconds"]  # fmt: skip
+        subprocess.run([*words, str(WARM_UP_SECONDS)], check=True, stdout=subprocess.DEVNULL)
         probe: LagProbe = served.app.state.lag
         lags: list[float] = []
         probe.observe = lags.append
         probe.take()
-        beside = multiprocessing.get_context("spawn").Process(target=idle, args=(parsed.seconds,))
+        beside = multiprocessing.get_context("spawn").Process(target=idle, args=(seconds,))
         beside.start()
-        subprocess.run([*clients, str(parsed.seconds)], check=True)
-        beside.join()
+        subprocess.run([*words, str(seconds)], check=True)
         _, busy = probe.take()
+        beside.join()
         print(f"event loop {shown(lags)}; busy at a stretch {busy * 1e3:.1f} ms at most")
         server.should_exit = True
         thread.join()

@@ -48,13 +48,29 @@ def test_later_sources_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_environment_names_nested_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXMM_PAGES_PREFIX_CACHE", "no")
     monkeypatch.setenv("JAXMM_MEMORY_FRACTION", "0.25")
-    monkeypatch.setenv("JAXMM_TEST_CACHE", "/somewhere")  # not a setting, and not ours to judge
     assert environment(EngineConfig) == {
         "pages.prefix_cache": "no", "memory_fraction": "0.25"
     }  # fmt: skip
     config = load_config(EngineConfig)
     assert config.pages.prefix_cache is False
     assert config.memory_fraction == 0.25
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("JAXMM_MAX_RUNING", "JAXMM_MAX_RUNNING"),
+        ("JAXMM_PAGE_SIZE", "JAXMM_PAGES_PAGE_SIZE"),
+        ("JAXMM_PAGES.PAGE_SIZE", "JAXMM_PAGES_PAGE_SIZE"),
+    ],
+)
+def test_unknown_variable_is_warned_of_and_names_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str, nearest: str
+) -> None:
+    monkeypatch.setenv(wrong, "1")
+    assert load_config(EngineConfig) == EngineConfig()
+    (said,) = caplog.messages
+    assert said == f"variable ignored, no setting of EngineConfig name={wrong} nearest={nearest}"
 
 
 @pytest.mark.parametrize(

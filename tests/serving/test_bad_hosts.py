@@ -52,7 +52,10 @@ def test_a_picture_that_cannot_be_had_is_a_bad_request(trusting, host, path, pro
     response = post(trusting, picture_at(host, path) | {"stream": stream})
     assert response.status_code == 400
     error = response.json()["error"]
-    assert error["code"] == "media_fetch_failed"
+    assert (error["code"], error["param"]) == (
+        "media_fetch_failed",
+        "messages[0].content[0].image_url",
+    )
     assert error["message"].startswith("messages[0].content[0].image_url: host ")
     assert problem in error["message"] and "secret" not in response.text
 

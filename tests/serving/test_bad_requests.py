@@ -83,6 +83,9 @@ def test_a_bad_body_is_refused_by_name(url, engine, body, problem):
     error = response.json()["error"]
     assert re.search(problem, error["message"]), error
     assert error["type"] == "invalid_request_error"
+    field = re.match(r"\w+", error["message"])[0]
+    if field in ChatRequest.model_fields:
+        assert error["param"].startswith(field)
     assert post(url, {"messages": ASK}).status_code == 200
 
 

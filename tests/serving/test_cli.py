@@ -49,6 +49,19 @@ def test_settings_come_from_file_environment_and_overrides_in_this_order(tmp_pat
     assert (config.engine.model, config.engine.pages.page_size) == ("variable", 32)
 
 
+def test_variables_leave_engine_out_and_unknown_ones_are_warned_of(monkeypatch, caplog):
+    for name in [name for name in os.environ if name.startswith("JAXMM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("JAXMM_PORT", "1")
+    monkeypatch.setenv("JAXMM_MAX_RUNNING", "2")
+    monkeypatch.setenv("JAXMM_ENGINE_MAX_WAITING", "3")
+    config = load_server_config()
+    assert (config.port, config.engine.max_running) == (1, 2)
+    assert config.engine.max_waiting == EngineConfig().max_waiting
+    (said,) = caplog.messages
+    assert said.endswith("name=JAXMM_ENGINE_MAX_WAITING nearest=JAXMM_MAX_WAITING")
+
+
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [

@@ -1,11 +1,13 @@
 """Every error has its status."""
 
+import httpx
 import pytest
 
 from jaxmm import errors as jaxmm_errors
 from jaxmm.errors import JaxmmError, MediaTooLarge, ModelError, RecompileError
 from serving import errors
 from serving.errors import INTERNAL, BadBody, answer_for, error_body
+from tests.serving.conftest import ASK
 
 
 def all_errors():
@@ -44,3 +46,11 @@ def test_the_body_has_the_four_fields_of_the_api():
 @pytest.mark.parametrize("error", [KeyError("secret"), ModelError("secret"), RecompileError("s")])
 def test_internal_errors_tell_nothing_of_themselves(error):
     assert error_body(error)["error"]["message"] == INTERNAL
+
+
+def test_a_model_that_is_not_served_is_refused_by_its_field(url):
+    chat = httpx.post(f"{url}/v1/chat/completions", json={"model": "other", "messages": ASK})
+    for response in (chat, httpx.get(f"{url}/v1/models/other")):
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (404, "model_not_found")
+        assert error["param"] == "model"

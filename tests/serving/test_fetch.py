@@ -5,6 +5,7 @@ import base64
 import contextlib
 import os
 import socket
+import string
 import threading
 import time
 
@@ -504,6 +505,21 @@ def test_large_data_uris_are_decoded_across_every_kind_of_cut(shift):
         assert decode_data_uri(uri, len(data)) == data
         with pytest.raises(MediaTooLarge):
             decode_data_uri(uri, len(data) - 1)
+
+
+def test_every_letter_of_base64_and_no_other_is_taken_at_every_place():
+    letters = set(string.ascii_letters + string.digits + "+/")
+    for letter in map(chr, range(1, 128)):
+        if letter in "%=#" or letter.isspace():  # these have a meaning of their own
+            continue
+        for place in range(8):
+            written = "Zm9v" * 2 + "A" * place + letter + "A" * (7 - place)
+            if letter in letters:
+                decoded = base64.b64decode(written, validate=True)
+                assert decode_data_uri(f"data:;base64,{written}", 99) == decoded
+            else:
+                with pytest.raises(MediaError, match="not valid base64"):
+                    decode_data_uri(f"data:;base64,{written}", 99)
 
 
 def test_a_data_uri_is_held_to_the_size_limit():

@@ -117,3 +117,11 @@ def test_every_reference_of_the_page_leads_somewhere(app):
     assert {"/v1/chat/completions", "/v1/completions", "/generate", "/v1/plan"} <= set(
         page["paths"]
     )
+
+
+def test_nothing_that_is_served_is_a_page_for_browsers(app, session):
+    """FastAPI's own ones have a browser ask a public host for their scripts."""
+    paths = [r.path for r in app.routes if "GET" in r.methods and "{" not in r.path]
+    assert {"/openapi.json", "/health"} <= set(paths)
+    for path in paths:
+        assert "html" not in session.get(path).headers["content-type"], path

@@ -65,5 +65,7 @@ def test_what_cannot_be_met_is_refused(
 ) -> None:
     answer = post(url, body(*parts, **fields))
     assert answer.status_code == 400
-    assert words in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert words in error["message"]
+    assert error["param"] == next(iter(fields), None)
     assert tokens(url, image(90, 90)) > 0

@@ -143,7 +143,8 @@ class ImageProcessor:
         if not self.tile_pixels**2 <= upper <= self.max_pixels:
             raise RequestError(
                 f"max_pixels={upper} is outside [{self.tile_pixels**2}, {self.max_pixels}], "
-                "from one tile's pixels to the server's limit"
+                "from one tile's pixels to the server's limit",
+                "max_pixels",
             )
         if num_images > MAX_TILED_PICTURES:
             upper = self.tile_pixels**2
@@ -155,7 +156,8 @@ class ImageProcessor:
                     f"; with more than {MAX_TILED_PICTURES} images each is one tile"
                     if num_images > MAX_TILED_PICTURES
                     else ""
-                )
+                ),
+                "min_pixels",
             )
         return lower, upper
 

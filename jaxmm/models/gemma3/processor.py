@@ -108,7 +108,8 @@ class ImageProcessor:
         if (min_pixels or 0) > pixels or (max_pixels is not None and max_pixels < pixels):
             raise RequestError(
                 f"min_pixels={min_pixels} and max_pixels={max_pixels}: every picture of this "
-                f"model has {pixels} pixels; leave both out"
+                f"model has {pixels} pixels; leave both out",
+                "max_pixels" if min_pixels is None else "min_pixels",
             )
         return 0, 0
 

@@ -134,11 +134,13 @@ class ImageProcessor:
         if not self.unit**2 <= upper <= self.max_pixels:
             raise RequestError(
                 f"max_pixels={upper} is outside [{self.unit**2}, {self.max_pixels}], "
-                "from one token's pixels to the server's limit"
+                "from one token's pixels to the server's limit",
+                "max_pixels",
             )
         lower = min(self.min_pixels, upper) if min_pixels is None else min_pixels
         if not 1 <= lower <= upper:
-            raise RequestError(f"min_pixels={lower} is outside [1, max_pixels={upper}]")
+            message = f"min_pixels={lower} is outside [1, max_pixels={upper}]"
+            raise RequestError(message, "min_pixels")
         return lower, upper
 
     def resized(
