@@ -4,8 +4,11 @@ import dataclasses
 from typing import Any
 
 import pytest
+from jax.sharding import AbstractMesh
 
+from jaxmm.basis import _remedy
 from jaxmm.config import EngineConfig, load_config
+from jaxmm.device.backend import Backend
 from jaxmm.encoder_memory import fit_pictures, most_patches, patch_bytes
 from jaxmm.errors import ConfigError
 from jaxmm.models.qwen2_vl.processor import ImageProcessor
@@ -52,6 +55,14 @@ def test_the_largest_picture_takes_what_memory_fraction_leaves() -> None:
 def test_a_memory_fraction_that_leaves_no_room_for_a_picture_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match=r"memory_fraction=1.0 of 8192 MiB leaves no room"):
         fitting(8 * GIB, memory_fraction=1.0)
+
+
+def test_a_split_of_the_encoder_is_advised_where_it_would_be_one() -> None:
+    mesh: Any = AbstractMesh((4,), ("model",))
+    advice = "lower memory_fraction, or set encoder_parallel to model"
+    assert _remedy(Backend(mesh=mesh)) == advice
+    assert _remedy(Backend(mesh=mesh, split_encoder=True)) == "lower memory_fraction"
+    assert _remedy(Backend()) == "lower memory_fraction"
 
 
 def test_a_lane_for_the_largest_picture_has_room_for_its_windows() -> None:
