@@ -99,7 +99,7 @@ def assert_served(found: dict[str, Any], whole: dict[str, Any], layout: Layout) 
     assert found["left"] == {}, found["left"]
     num_replicas, talks = len(found["finished"]), found["talks"]
     assert num_replicas == layout.data_parallel
-    assert min(found["finished"]) > 2  # every replica had its share
+    assert min(found["finished"]) > 3  # every replica had its share
     # a conversation stays where it is kept; equals take turns
     assert talks["kept"] == [[2 // num_replicas] * num_replicas] * 2
     assert min(talks["cached"]) > 0

@@ -141,6 +141,9 @@ def pruned_answers(on: Engine) -> dict[str, Any]:
 def report(on: Engine) -> dict[str, Any]:
     """What was answered, and how it was served."""
     threads = {"threads": None}  # they begin when they are first needed
+    # so do the connections between the processes of a replica
+    ask(on, *(request(turn("wake", str(i)), max_tokens=2) for i in range(len(on.replicas))))
+    assert all(replica.finished for replica in on.stats().replicas)
     before = quiet(on) | threads
     first = first_answers(on)
     with few_pages(on):
