@@ -19,7 +19,7 @@ from jaxmm.engine import Engine
 from jaxmm.request import Result
 from tests.checkpoints import Family, checkpoint
 from tests.deepseek import eight_experts
-from tests.engines import SMALL, ask, cache_dir, logprobs, on_loop, picture, request, turn
+from tests.engines import SMALL, ask, cache_dir, logprobs, on_loop, picture, request, solo, turn
 from tests.held import now_or_soon, quiet
 from tests.layouts import Layout
 
@@ -140,10 +140,9 @@ def pruned_answers(on: Engine) -> dict[str, Any]:
 
 def report(on: Engine) -> dict[str, Any]:
     """What was answered, and how it was served."""
+    for _ in on.replicas:  # they take turns; processes of one are connected when it first runs
+        solo(on, turn("wake", "up"))
     threads = {"threads": None}  # they begin when they are first needed
-    # so do the connections between the processes of a replica
-    ask(on, *(request(turn("wake", str(i)), max_tokens=2) for i in range(len(on.replicas))))
-    assert all(replica.finished for replica in on.stats().replicas)
     before = quiet(on) | threads
     first = first_answers(on)
     with few_pages(on):
