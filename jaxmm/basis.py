@@ -137,10 +137,16 @@ def _fitting(config: EngineConfig, model: ModelConfig, processor: Any, backend: 
     if fitting != processor:
         logger.warning(
             "pictures above %d pixels are made smaller, the model's limit is %d: a chip has no "
-            "room to encode larger ones; lower memory_fraction, or set encoder_parallel to model",
-            fitting.max_pixels, processor.max_pixels,
+            "room to encode larger ones; %s",
+            fitting.max_pixels, processor.max_pixels, _remedy(backend),
         )  # fmt: skip
     return fitting
+
+
+def _remedy(backend: Backend) -> str:
+    """What makes room for larger pictures."""
+    split = ", or set encoder_parallel to model" if backend.num_lanes > 1 else ""
+    return f"lower memory_fraction{split}"
 
 
 def load_processor(config: EngineConfig, model: ModelConfig, directory: Path) -> Any:

@@ -40,22 +40,26 @@ def free_port() -> int:
 
 
 def pod_settings(
-    model: Path, num_processes: int, process_id: int, port: int, replicas: int, chips: int
+    model: Path,
+    num_processes: int,
+    process_id: int,
+    port: int,
+    replicas: int,
+    chips: int,
+    sizes: Mapping[str, object],
 ) -> dict[str, str]:
     """Settings of one process as environment variables."""
-    values = (
-        SMALL
-        | FEW
-        | {
-            "model": model,
-            "compile_cache_dir": cache_dir(),
-            "tensor_parallel": num_processes * chips // replicas,
-            "data_parallel": replicas,
-            "coordinator": f"127.0.0.1:{port}",
-            "num_processes": num_processes,
-            "process_id": process_id,
-        }
-    )
+    values = {
+        **SMALL,
+        **sizes,
+        "model": model,
+        "compile_cache_dir": cache_dir(),
+        "tensor_parallel": num_processes * chips // replicas,
+        "data_parallel": replicas,
+        "coordinator": f"127.0.0.1:{port}",
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
     return {f"JAXMM_{k.replace('.', '_').upper()}": str(v) for k, v in values.items()}
 
 
@@ -68,6 +72,7 @@ def pod(
     for_followers: Mapping[str, object] | None = None,
     replicas: int = 1,
     chips: int = 1,
+    sizes: Mapping[str, object] = FEW,
     **settings: object,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes of a pod, the leader first; what is left of them at the end is killed.
@@ -79,6 +84,7 @@ def pod(
         for_followers: Variables of the environment of all but process 0.
         replicas: Of the model, each on as many processes.
         chips: Of each process, simulated.
+        sizes: Settings beside SMALL.
         **settings: Variables of the environment beside those of `pod_settings`.
     """
     port = free_port()
@@ -86,7 +92,7 @@ def pod(
     try:
         for process_id in range(num_processes):
             environment = os.environ | pod_settings(
-                model, num_processes, process_id, port, replicas, chips
+                model, num_processes, process_id, port, replicas, chips, sizes
             )
             environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
             environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={chips}"

@@ -87,7 +87,6 @@ class Question:
 def read_question(model: str | Path, topology: str, config: EngineConfig | None = None) -> Question:
     """Read what a plan is about; arguments and errors are those of `jaxmm.plan`."""
     config = config or EngineConfig()
-    devices = describe_devices(topology)
     dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
     with _directory(Path(model).expanduser()) as directory:
         dimensions = read_config(directory)
@@ -95,6 +94,7 @@ def read_question(model: str | Path, topology: str, config: EngineConfig | None 
     obstacles = "; ".join(model_obstacles(dimensions, dtype))
     if obstacles:
         raise ConfigError(f"the TPU kernels cannot run this model: {obstacles}")
+    devices = describe_devices(topology)  # after what is wrong without the compiler too
     path = Path(model).expanduser()
     return Question(
         name=path.parent.name if path.name == "config.json" else path.stem,

@@ -1,6 +1,7 @@
 """Serves the same requests in several layouts over simulated chips; prints the answers as JSON.
 
-A program of its own: the number of simulated devices is settled when JAX starts.
+A program of its own: the number of simulated devices is settled when JAX starts. `pod` behind its
+name makes it process 0 of a pod, whose settings are in the environment.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from jaxmm.config import EngineConfig, load_config
@@ -16,8 +18,10 @@ from jaxmm.device import steps
 from jaxmm.engine import Engine
 from jaxmm.request import Result
 from tests.checkpoints import Family, checkpoint
-from tests.engines import SMALL, ask, cache_dir, logprobs, on_loop, picture, request, turn
+from tests.deepseek import eight_experts
+from tests.engines import SMALL, ask, cache_dir, logprobs, on_loop, picture, request, solo, turn
 from tests.held import now_or_soon, quiet
+from tests.layouts import Layout
 
 SIZES = {
     "max_model_len": 512,
@@ -32,15 +36,17 @@ PAGES_LEFT = 20
 """Of all replicas together, while `under_load`: half of what its requests need at once."""
 
 
+def model(family: Family) -> Path:
+    """A checkpoint that four chips can be given equal parts of."""
+    if family in ("deepseek_vl2_mha", "deepseek_vl2_mla"):
+        return eight_experts(family)
+    return checkpoint(family, num_kv_heads=4)
+
+
 def make(family: Family, layout: str) -> Engine:
-    """An engine of a layout such as `4x1`, chips of a replica x replicas; `4x1e` splits the encoder
-    too."""
-    tensor_parallel, data_parallel = map(int, layout.removesuffix("e").split("x"))
-    settings = {**SMALL, **SIZES, "compile_cache_dir": cache_dir()}
-    settings["model"] = str(checkpoint(family, num_kv_heads=4))
-    settings |= {"tensor_parallel": tensor_parallel, "data_parallel": data_parallel}
-    settings["encoder_parallel"] = "model" if layout.endswith("e") else "lanes"
-    return Engine(load_config(EngineConfig, None, settings))
+    """An engine of a layout, in this process."""
+    settings = {**SMALL, **SIZES, "compile_cache_dir": cache_dir(), "model": str(model(family))}
+    return Engine(load_config(EngineConfig, None, settings | Layout.named(layout).settings))
 
 
 def first_answers(on: Engine) -> list[Result]:
@@ -66,7 +72,7 @@ def under_load(on: Engine) -> list[Result]:
         request(turn("<image>", "say", str(i)), [picture(112, 84, 9 + i % 3)], max_tokens=32)
         for i in range(6)
     ]
-    wanted += [request(turn("tell", "two", "things"), n=2)]
+    wanted += [request(turn("tell", "two", "things"), n=2, temperature=1.0, seed=5)]
     for gone in aborted[1:]:
         on.abort(gone.id)
     return ask(on, *wanted)
@@ -132,32 +138,23 @@ def pruned_answers(on: Engine) -> dict[str, Any]:
     }
 
 
-def brief_report(on: Engine) -> dict[str, Any]:
-    """A few answers alone."""
-    return answered(first_answers(on), [])
-
-
-def answered(first: list[Result], load: list[Result]) -> dict[str, Any]:
-    """Tokens and log-probabilities."""
-    return {
-        "ids": [[list(c.token_ids) for c in r.completions] for r in first + load],
-        "logprobs": [logprobs(result).tolist() for result in first],
-        "cached": first[3].usage.cached_tokens,
-    }
-
-
 def report(on: Engine) -> dict[str, Any]:
     """What was answered, and how it was served."""
+    for _ in on.replicas:  # they take turns; processes of one are connected when it first runs
+        solo(on, turn("wake", "up"))
     threads = {"threads": None}  # they begin when they are first needed
     before = quiet(on) | threads
     first = first_answers(on)
     with few_pages(on):
         load = under_load(on)
-    pruned = pruned_answers(on)
+    pruned = pruned_answers(on) if on._parts.model.video_token_id >= 0 else None
     after = now_or_soon(lambda: quiet(on) | threads, before)
     talks = conversations(on)
     stats = on.stats()
-    return answered(first, load) | {
+    return {
+        "ids": [[list(c.token_ids) for c in r.completions] for r in first + load],
+        "logprobs": [logprobs(result).tolist() for result in first],
+        "cached": first[3].usage.cached_tokens,
         "finished": [replica.finished for replica in stats.replicas],
         "talks": talks,
         "pruned": pruned,
@@ -167,17 +164,23 @@ def report(on: Engine) -> dict[str, Any]:
     }
 
 
+def lead() -> None:
+    """Process 0 of a pod: one report, then all processes end."""
+    with Engine(load_config(EngineConfig)) as on:
+        found = report(on)
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
 def main() -> None:
-    """Of each line of the input: `brief` or `whole`, a family, and layouts as `make` takes them."""
+    """A report for each layout of each line of the input; before them stands a family."""
     steps.MAX_GATHERED_ROWS = 256  # four lanes of 128 rows: two pieces
     for line in sys.stdin:
-        kind, family, *layouts = line.split()
+        family, *layouts = line.split()
         for layout in layouts:
             with make(family, layout) as on:  # type: ignore[arg-type]
-                found = brief_report(on) if kind == "brief" else report(on)
-            sys.stdout.write(json.dumps(found) + "\n")
+                sys.stdout.write(json.dumps(report(on)) + "\n")
             sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main()
+    lead() if sys.argv[1:] == ["pod"] else main()

@@ -2,14 +2,8 @@
 one."""
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, TextIO
 
 import numpy as np
 import pytest
@@ -26,50 +20,8 @@ from jaxmm.device.backend import (
 from jaxmm.device.sharding import param_spec, spec_of
 from jaxmm.errors import ConfigError
 from jaxmm.models import read_config
-from tests.checkpoints import FAMILIES, Family, checkpoint
-from tests.engines import LOGPROB_ATOL
-
-ROOT = Path(__file__).parents[2]
-
-
-FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-"""Four simulated chips; all layouts are compiled alike, in less time."""
-
-
-class Program:
-    """Serves layouts one after the other: one start of JAX and of torch for all."""
-
-    def __init__(self, errors: TextIO) -> None:
-        self._errors = errors
-        self._process = self._start()
-
-    def _start(self) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.jaxmm.sharded_answers"],
-            cwd=ROOT,
-            env=os.environ | {"XLA_FLAGS": FLAGS},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
-
-    def serve(self, family: Family, *layouts: str, kind: str = "whole") -> list[dict[str, Any]]:
-        """What each layout made of the same requests."""
-        if self._process.poll() is not None:  # what failed before ended it
-            self._process = self._start()
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(" ".join((kind, family, *layouts)) + "\n")
-        self._process.stdin.flush()
-        return [json.loads(self._process.stdout.readline() or self._fail()) for _ in layouts]
-
-    def _fail(self) -> str:
-        self._process.wait()
-        self._errors.seek(0)
-        raise AssertionError(self._errors.read()[-3000:])
-
-    def close(self) -> None:
-        self._process.communicate()
+from tests.checkpoints import Family, checkpoint
+from tests.layouts import Layout, Program, assert_served
 
 
 @pytest.fixture(scope="module")
@@ -80,66 +32,27 @@ def program() -> Iterator[Program]:
         program.close()
 
 
-LAYOUTS = {
+LAYOUTS: dict[Family, tuple[str, ...]] = {
     "qwen2_5_vl": ("2x1e", "4x1", "1x2", "2x2"),
     "qwen3_vl_moe": ("4x1e", "2x2"),
     "qwen2_vl": ("2x2e",),  # the decoder of qwen2_5_vl
     "qwen3_vl": ("2x2e",),  # that of qwen3_vl_moe, which has a layer without experts too
+    "deepseek_vl2_mha": ("4x1",),
+    "deepseek_vl2_noaux": ("2x2",),  # every chip keeps the compressed rows
+    "gemma3": ("4x1e",),  # each of two KV heads on two chips
 }
-"""Chips of a replica x replicas; with an e the encoder is split too."""
+"""Names as in `tests.layouts`; `python -m tests.bench.layout_table` serves each family in all."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LAYOUTS)
 def test_greedy_and_drawn_answers_equal_the_unsharded_ones(
     program: Program, family: Family
 ) -> None:
     layouts = LAYOUTS[family]
     whole, *split = program.serve(family, "1x1", *layouts)
-    for layout in [whole, *split]:
-        assert_equal(layout, whole)
-        assert_pruned_equal(layout["pruned"], whole["pruned"])
-        assert layout["retracts"] > 0
-        assert layout["aborted"] > 0
-        assert layout["left"] == {}
-        assert min(layout["finished"]) > 2  # every replica had its share
-        num_replicas, talks = len(layout["finished"]), layout["talks"]
-        # a conversation stays where it is kept; equals take turns
-        assert talks["kept"] == [[2 // num_replicas] * num_replicas] * 2
-        assert min(talks["cached"]) > 0
-        assert talks["cost"][0] == talks["cost"][1] > 0
-        assert talks["dropped"] == 0
-    replicas = [int(layout.removesuffix("e").partition("x")[2]) for layout in layouts]
-    assert [len(layout["finished"]) for layout in split] == replicas
-
-
-def assert_pruned_equal(layout: dict[str, Any], whole: dict[str, Any]) -> None:
-    assert layout["ids"] == whole["ids"]
-    np.testing.assert_allclose(layout["logprobs"], whole["logprobs"], atol=LOGPROB_ATOL)
-    assert layout["tokens"] == [4 * 12] * 3  # half of two videos of 4 steps of 12 rows
-    assert layout["encoded"] == 3 * 2 * 4  # on one replica each, that serves the request then
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        ("deepseek_vl2_noaux", "2x2"),  # every chip keeps the compressed rows
-        ("gemma3", "2x1e"),
-    ],
-)
-def test_answers_of_other_families_equal_the_unsharded_ones(
-    program: Program, family: Family, layout: str
-) -> None:
-    whole, split = program.serve(family, "1x1", layout, kind="brief")
-    assert_equal(split, whole)
-
-
-def assert_equal(layout: dict[str, Any], whole: dict[str, Any]) -> None:
-    assert layout["ids"] == whole["ids"]
-    for values, wanted in zip(layout["logprobs"], whole["logprobs"], strict=True):
-        np.testing.assert_allclose(values, wanted, atol=LOGPROB_ATOL)
-    assert layout["cached"] > 0  # the repeated request found the replica that had served it
+    for found, name in zip([whole, *split], ["1x1", *layouts], strict=True):
+        assert_served(found, whole, Layout.named(name))
 
 
 def test_names_say_how_arrays_are_split() -> None:

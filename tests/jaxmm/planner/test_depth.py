@@ -50,6 +50,11 @@ def test_figures_go_on_along_the_line() -> None:
     assert figures.compile_seconds == 6.0
 
 
+def test_a_first_compile_that_took_longer_makes_the_whole_one_no_shorter() -> None:
+    second = step(cpu_seconds=1.5)
+    assert extended(step(), second, (2, 4), 80).compile_seconds == 1.5
+
+
 def test_a_model_without_more_layers_is_compiled_as_it_is() -> None:
     figures = extended(step(), step(), (2, 2), 2)
     assert (figures.argument_bytes, figures.temporary_bytes) == (100, 40)
