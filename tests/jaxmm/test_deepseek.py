@@ -26,6 +26,7 @@ from tests.engines import (
     logprobs,
     make_engine,
     on_loop,
+    pages_left,
     picture,
     png,
     request,
@@ -86,6 +87,26 @@ def test_sixteen_greedy_tokens_are_the_authors(
     best = golden[f"{case}/greedy_topv"][:, :3]  # logits: what is between them is no matter of norm
     ours = np.array([[value for _, value in entry.top] for entry in result.logprobs])
     np.testing.assert_allclose(ours - ours[:, :1], best - best[:, :1], rtol=0, atol=LOGITS)
+
+
+def test_every_form_gives_one_answer_however_it_is_served(
+    served: tuple[deepseek.Variant, Engine],
+) -> None:
+    _, on = served
+    messages, images = turn("describe", "<image>", "and the house", "<image>"), [WIDE, TALL]
+    expected = solo(on, messages, images, max_tokens=64)
+    for num_tokens in (17, 50):
+        with scheduling(on, max_step_tokens=num_tokens):
+            assert_same(solo(on, messages, images, max_tokens=64), expected)
+    others = [request(turn("<image>", "what is it"), [SQUARE]), request(turn("two dogs " * 20))]
+    [hit, *_] = ask(on, request(messages, images, max_tokens=64), *others)
+    assert hit.usage.cached_tokens > 0
+    assert_same(hit, expected)
+    rival = request(turn("one red house " * 12), max_tokens=64)
+    before = on.scheduler.counters.retracts
+    with pages_left(on, 21), scheduling(on, reserve_tokens=0):
+        assert_same(ask(on, rival, request(messages, images, max_tokens=64))[1], expected)
+    assert on.scheduler.counters.retracts > before
 
 
 def test_a_picture_is_another_one_among_more_than_two(on: Engine) -> None:

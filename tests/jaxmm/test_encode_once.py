@@ -14,7 +14,7 @@ PICTURE = png(picture(160, 120, 31))
 OTHER = png(picture(150, 130, 32))
 
 
-@pytest.fixture(params=["qwen2_vl", "deepseek_vl2_mla"])
+@pytest.fixture(params=["qwen2_vl", "qwen3_vl", "deepseek_vl2_mla"])
 def on(request: pytest.FixtureRequest) -> Engine:
     """The shared engine, its caches empty."""
     shared = engine(request.param)
