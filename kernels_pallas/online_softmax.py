@@ -63,18 +63,6 @@ def absorb(
     acc_ref[...] = _widen(fade, channels) * old_acc + out
 
 
-def attend_once(score: Any, value: Any) -> Any:
-    """Outputs of query rows that see these keys alone, in float32; zeros where a row saw none.
-
-    Args:
-        score: float32[rows, keys], keys a multiple of 128.
-        value: [keys, C].
-    """
-    top = jnp.maximum(jnp.max(score, axis=1, keepdims=True), LOWEST)
-    weight = jnp.exp2(score - top)
-    return normalise(_fold(weight), dot(weight.astype(value.dtype), value))
-
-
 def normalise(total: Any, acc: Any) -> Any:
     """Divide outputs by their sums; a row that saw no key gives zeros."""
     total = jnp.sum(total, axis=1, keepdims=True)

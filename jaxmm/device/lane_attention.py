@@ -35,12 +35,18 @@ def attend_images(
     if implementation == "pallas" and takes_packed(_num_heads(qkv_NO, channels), channels):
         tables = rope.whole_heads() if rope is not None else _no_turn(num_patches, channels)
         scale = kernel.query_scale(channels)
-        q_HNC, k_HNC, v_HNC = rotate_packed(qkv_NO, *tables, scale=scale, heads_first=True)
+        q_NX, k_HNC = rotate_packed(qkv_NO, *tables, scale=scale, keys_by_head=True)
         tile, block = kernel.segment_sizes(num_patches)
         # the same for all layers, so XLA makes it once
         plan = kernel.plan_segments(segment_N, tile=tile, block=block)
         return kernel.segment_attention(
-            q_HNC, k_HNC, v_HNC, plan, tile=tile, block=block, side_by_side=True
+            q_NX,
+            k_HNC,
+            qkv_NO,
+            plan,
+            tile=tile,
+            block=block,
+            first_value_lane=2 * q_NX.shape[1],
         )
     heads = _rotated(qkv_NO, channels, rope)
     attended_NHC = segment_attention(*heads, segment_N, implementation=implementation)
@@ -69,7 +75,7 @@ def attend_windows(
     packed = implementation == "pallas" and takes_packed(_num_heads(qkv_NO, channels), channels)
     if packed and block == windows.WINDOW:
         scale = kernel.query_scale(channels)
-        q_NX, k_NX = rotate_packed(qkv_NO, *rope.whole_heads(), scale=scale, heads_first=False)
+        q_NX, k_NX = rotate_packed(qkv_NO, *rope.whole_heads(), scale=scale, keys_by_head=False)
         return windows.window_attention(
             q_NX,
             k_NX,

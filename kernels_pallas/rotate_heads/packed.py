@@ -1,10 +1,11 @@
 """Rotary positions for an encoder's fused projection, whose heads need not fill registers. Traced.
 
     grid (tile of patches, group of heads)
-      qkv[N, 3·H·C] ──▶ three blocks [tile, W]: queries, keys, values of the group's heads
+      qkv[N, 3·H·C] ──▶ two blocks [tile, W]: queries and keys of the group's heads
       cos, sin      ──▶ block [tile, C] float32; stays while the tile stays
       x · cos + (x turned by half a head) · sin, all heads of the group side by side
-      q, k[N, H·C]  ◀── or, heads first, q, k, v[H, N, C]
+      q[N, H·C]     ◀──
+      k[N, H·C]     ◀── or, heads first, k[H, N, C]
 
 A group is the least number of heads that fill whole registers (8 of 80 channels). To turn a head by
 half is two lane rotations of the whole group and a choice between them.
@@ -40,8 +41,8 @@ def rotate_packed(
     sin_NC: Float[Array, "N C"],
     *,
     scale: float,
-    heads_first: bool,
-) -> tuple[Float[Array, "..."], ...]:
+    keys_by_head: bool,
+) -> tuple[Float[Array, "N X"], Float[Array, "..."]]:
     """Rotate queries and keys.
 
     Args:
@@ -49,10 +50,10 @@ def rotate_packed(
         cos_NC: float32, both halves of a head alike.
         sin_NC: float32, negative in the first half.
         scale: What queries are multiplied by besides.
-        heads_first: Give [H, N, C].
+        keys_by_head: Give the keys heads first.
 
     Returns:
-        Queries and keys [N, H · C]; or queries, keys and values [H, N, C].
+        Queries [N, H · C], and keys [N, H · C] or [H, N, C].
 
     Raises:
         ValueError: `takes_packed` says no.
@@ -67,28 +68,27 @@ def rotate_packed(
         return pl.BlockSpec((tile, lanes), lambda i, g: (i, p * groups + g))
 
     table = pl.BlockSpec((tile, C), lambda i, g: (i, 0))
-    if heads_first:
-        out = pl.BlockSpec((lanes // C, tile, C), lambda i, g: (g, i, 0))
-        shape = jax.ShapeDtypeStruct((heads, N, C), qkv_NO.dtype)
-    else:
-        out = part(0)
-        shape = jax.ShapeDtypeStruct((N, width // 3), qkv_NO.dtype)
-    parts = 3 if heads_first else 2
-    rotated: tuple[Array, ...] = pl.pallas_call(
+    specs = [part(0)] * 2
+    shapes = [jax.ShapeDtypeStruct((N, width // 3), qkv_NO.dtype)] * 2
+    if keys_by_head:
+        specs[1] = pl.BlockSpec((lanes // C, tile, C), lambda i, g: (g, i, 0))
+        shapes[1] = jax.ShapeDtypeStruct((heads, N, C), qkv_NO.dtype)
+    q_NX, k = pl.pallas_call(
         functools.partial(_kernel, scale=scale),
         grid=(N // tile, groups),
-        in_specs=[table, table, *(part(p) for p in range(parts))],
-        out_specs=(out,) * parts,
-        out_shape=(shape,) * parts,
+        in_specs=[table, table, part(0), part(1)],
+        out_specs=specs,
+        out_shape=shapes,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         name="rotate_packed",
-    )(cos_NC, sin_NC, *[qkv_NO] * parts)
-    return rotated
+    )(cos_NC, sin_NC, qkv_NO, qkv_NO)
+    return q_NX, k
 
 
-def _kernel(cos: Any, sin: Any, *refs: Any, scale: float) -> None:
-    inputs, outputs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
-    (tile, C), lanes = cos.shape, inputs[0].shape[1]
+def _kernel(
+    cos: Any, sin: Any, q_TX: Any, k_TX: Any, out_q_TX: Any, out_k: Any, *, scale: float
+) -> None:
+    (tile, C), lanes = cos.shape, q_TX.shape[1]
     num_rows = math.gcd(tile, ROWS)
     lane = lax.broadcasted_iota(jnp.int32, (num_rows, lanes), 1)
     first = lax.rem(lane, C) < C // 2
@@ -99,20 +99,18 @@ def _kernel(cos: Any, sin: Any, *refs: Any, scale: float) -> None:
             jnp.concatenate([table[rows, :]] * (lanes // C), axis=1) for table in (cos, sin)
         )
 
-        def rotate(x: Any) -> Any:
+        def rotate(ref: Any) -> Any:
+            x = ref[rows, :].astype(jnp.float32)
             ahead, behind = pltpu.roll(x, lanes - C // 2, 1), pltpu.roll(x, C // 2, 1)
             return x * cos_RX + jnp.where(first, ahead, behind) * sin_RX
 
-        for p, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
-            y = x[rows, :]
-            if p < 2:
-                y = rotate(y.astype(jnp.float32))
-                y = (y * scale if p == 0 else y).astype(out.dtype)
-            if len(out.shape) == 2:
-                out[rows, :] = y
-            else:
-                for h in range(lanes // C):
-                    out[h, rows, :] = y[:, h * C : (h + 1) * C]
+        out_q_TX[rows, :] = (rotate(q_TX) * scale).astype(out_q_TX.dtype)
+        k_RX = rotate(k_TX).astype(out_k.dtype)
+        if len(out_k.shape) == 2:
+            out_k[rows, :] = k_RX
+        else:
+            for h in range(lanes // C):
+                out_k[h, rows, :] = k_RX[:, h * C : (h + 1) * C]
         return carry
 
     lax.fori_loop(0, tile // num_rows, some_rows, 0, unroll=2 if tile > num_rows else 1)

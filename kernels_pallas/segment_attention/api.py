@@ -43,11 +43,10 @@ def segment_attention(
             tile, block = kernel.segment_sizes(len(segment_N))
             # the same for all layers, so XLA makes it once
             plan = kernel.plan_segments(segment_N, tile=tile, block=block)
-            q_HNC, k_HNC, v_HNC = (
-                jnp.moveaxis(x_NHC, 1, 0) for x_NHC in (_scaled(q_NHC), k_NHC, v_NHC)
-            )
-            out_HNC = kernel.segment_attention(q_HNC, k_HNC, v_HNC, plan, tile=tile, block=block)
-            return jnp.moveaxis(out_HNC, 0, 1)
+            q_NX, v_NX = (x_NHC.reshape(len(x_NHC), -1) for x_NHC in (_scaled(q_NHC), v_NHC))
+            k_HNC = jnp.moveaxis(k_NHC, 1, 0)
+            out_NX = kernel.segment_attention(q_NX, k_HNC, v_NX, plan, tile=tile, block=block)
+            return out_NX.reshape(q_NHC.shape)
         case "portable":
             return portable.segment_attention(q_NHC, k_NHC, v_NHC, segment_N)
         case "reference":

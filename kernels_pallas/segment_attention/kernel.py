@@ -4,17 +4,20 @@ A visit is one tile of queries together with one block of keys that may share a 
 visits are listed once and serve all layers. The grid walks them for each group of heads:
 
     grid (head group, visit)
-      q[H,N,C] ──▶ block [heads, tile, C]   stays while the tile stays
-      k, v     ──▶ block [heads, keys, C]   fetched ahead by the pipeline
-      per head: scores [tile, keys] ─▶ maximum, 2^x, sum ─▶ acc[head, tile, C]
-      out      ◀── acc / sum, at the last visit of the tile; heads first, or side by side
+      q[N, H·C]  ──▶ block [tile, heads·C]   stays while the tile stays; turned to qᵀ at its begin
+      k[H, N, C] ──▶ block [heads, keys, C]  fetched ahead by the pipeline, as are
+      v[N, H·C]  ──▶ block [keys, heads·C]   turned to vᵀ at each visit
+      per head: k qᵀ [keys, tile] ─▶ maximum, 2^x, sum down ─▶ acc[C, tile] += vᵀ · weights
+      out[N, H·C] ◀── acc / sum of all heads, turned back, at the last visit of the tile
 
 A tile whose only visit is to half a block (a small picture) keeps no running maximum, sum or acc:
-for sixteen pictures of 256 patches they cost as much as the attention.
+for sixteen pictures of 256 patches they cost a third of the attention.
 
-So the cost follows the images, not N x N. Heads come first: to cut a head of 80 channels out of
-lanes that it shares with its neighbours, at each visit, makes the kernel 1.7 times slower on v6e,
-and the rotary application writes q and k anyhow. Windows have a kernel of their own.
+So the cost follows the images, not N x N. Queries lie along the lanes: maxima and sums then run
+down registers, where no lane is crossed and a row of 256 queries is two registers in place of 32,
+and heads of 80 channels are rows, which need no shifting to stand side by side. Only keys come
+heads first, 1.6 times their bytes, because to cut 80 channels out of lanes at each visit costs
+more; the rotary application writes them anyhow. Windows have a kernel of their own.
 """
 
 import math
@@ -35,7 +38,10 @@ TILE = 256
 BLOCK_KEYS = 512
 """Keys of a block."""
 MAX_HEADS = 8
-"""Heads of a group: enough that one head's scores run beside another's softmax."""
+"""Heads of a group, where so many fill whole registers."""
+AHEAD = 3
+"""Heads whose scores are on their way while one's weights are made; with one the kernel takes 1.3
+times as long on v6e, with four longer on v5e."""
 
 _NO_SEGMENT = (1 << 31) - 1
 """Above every segment."""
@@ -70,14 +76,14 @@ def plan_segments(segment_N: Int32[Array, " N"], *, tile: int, block: int) -> Se
     Args:
         segment_N: Segment of each patch, -1 for padding. Any numbers are right; numbers that never
             fall make the fewest visits.
-        tile: Queries of a tile, a divisor of N.
+        tile: Queries of a tile, a divisor of N and a multiple of 128.
         block: Keys of a block, a divisor of N and a multiple of 128.
 
     Raises:
         ValueError: The sizes do not fit N.
     """
     N = segment_N.shape[0]
-    if N % tile or N % block or block % LANES:
+    if N % tile or N % block or tile % LANES or block % LANES:
         raise ValueError(f"tile {tile} and block {block} do not cut {N} patches; pad to 128s")
     query_low, query_high = _range(segment_N.reshape(-1, tile))
     meets = _meets(query_low, query_high, segment_N.reshape(-1, block))
@@ -117,69 +123,67 @@ def _range(segment_JB: Int32[Array, "J B"]) -> tuple[Int32[Array, " J"], Int32[A
 
 
 def segment_attention(
-    q_HNC: Float[Array, "H N C"],
+    q_NX: Float[Array, "N X"],
     k_HNC: Float[Array, "H N C"],
-    v_HNC: Float[Array, "H N C"],
+    v_NX: Float[Array, "N Y"],
     plan: SegmentPlan,
     *,
     tile: int,
     block: int,
-    side_by_side: bool = False,
-) -> Float[Array, "..."]:
+    first_value_lane: int = 0,
+) -> Float[Array, "N X"]:
     """Softmax attention of each patch over the patches of its segment.
 
     Args:
-        q_HNC: Queries, times `query_scale`.
+        q_NX: Queries, heads side by side (X = H · C), times `query_scale`.
         k_HNC: Keys.
-        v_HNC: Values.
+        v_NX: Values, heads side by side; the array may hold more lanes.
         plan: `plan_segments` of the lane with the same `tile` and `block`.
-        side_by_side: Give [N, H · C] instead.
+        first_value_lane: Where the values begin in the lanes of v; a multiple of X.
 
     Returns:
-        [H, N, C] in the dtype of the values, zeros for padding.
+        In the order of q and the dtype of v, zeros for padding.
     """
-    H, N, C = q_HNC.shape
-    heads = heads_of_group(H, C, side_by_side=side_by_side)
-    query = pl.BlockSpec((heads, tile, C), lambda h, v, tile_V, *_: (h, tile_V[v], 0))
+    H, N, C = k_HNC.shape
+    heads = heads_of_group(H, C)
+    first = first_value_lane // (heads * C)
+    query = pl.BlockSpec((tile, heads * C), lambda h, v, tile_V, *_: (tile_V[v], h))
     key = pl.BlockSpec((heads, block, C), lambda h, v, tile_V, block_V, *_: (h, block_V[v], 0))
+    value = pl.BlockSpec((block, heads * C), lambda h, v, _, block_V, *__: (block_V[v], first + h))
     query_id = pl.BlockSpec((1, tile), lambda h, v, tile_V, *_: (0, tile_V[v]))
     key_id = pl.BlockSpec((1, block), lambda h, v, tile_V, block_V, *_: (0, block_V[v]))
-    out_spec, out_shape = query, jax.ShapeDtypeStruct((H, N, C), v_HNC.dtype)
-    if side_by_side:
-        out_spec = pl.BlockSpec((tile, heads * C), lambda h, v, tile_V, *_: (tile_V[v], h))
-        out_shape = jax.ShapeDtypeStruct((N, H * C), v_HNC.dtype)
     out: Array = pl.pallas_call(
         _kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(H // heads, plan.num_visits),
-            in_specs=[query_id, key_id, query, key, key],
-            out_specs=out_spec,
+            in_specs=[query_id, key_id, query, key, value],
+            out_specs=query,
             scratch_shapes=[
-                pltpu.VMEM((heads, tile, LANES), jnp.float32),
-                pltpu.VMEM((heads, tile, LANES), jnp.float32),
-                pltpu.VMEM((heads, tile, C), jnp.float32),
+                pltpu.VMEM((heads * C, tile), q_NX.dtype),
+                pltpu.VMEM((heads, 1, tile), jnp.float32),
+                pltpu.VMEM((heads, 1, tile), jnp.float32),
+                pltpu.VMEM((heads * C, tile), jnp.float32),
             ],
         ),
-        out_shape=out_shape,
+        out_shape=jax.ShapeDtypeStruct((N, H * C), v_NX.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
             vmem_limit_bytes=softmax.VMEM_LIMIT_BYTES,
             disable_bounds_checks=True,
         ),
         name="segment_attention",
-    )(plan.tile_V, plan.block_V, plan.seen_V, plan.query_1N, plan.key_1N, q_HNC, k_HNC, v_HNC)
+    )(plan.tile_V, plan.block_V, plan.seen_V, plan.query_1N, plan.key_1N, q_NX, k_HNC, v_NX)
     return out
 
 
-def heads_of_group(num_heads: int, channels: int, *, side_by_side: bool) -> int:
-    """Heads that one program takes: side by side they must fill whole registers, or be all.
+def heads_of_group(num_heads: int, channels: int) -> int:
+    """Heads that one program takes: they must fill whole registers, or be all.
 
     Sixteen heads of 72 channels (Qwen3-VL) only do so together.
     """
     divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-    whole = [n for n in divisors if n == num_heads or n * channels % LANES == 0]
-    fitting = whole if side_by_side else divisors
+    fitting = [n for n in divisors if n == num_heads or n * channels % LANES == 0]
     return max((n for n in fitting if n <= MAX_HEADS), default=fitting[0])
 
 
@@ -194,59 +198,78 @@ def _kernel(
     seen_V: Any,
     query_1T: Any,
     key_1B: Any,
-    q_HTC: Any,
+    q_TX: Any,
     k_HBC: Any,
-    v_HBC: Any,
-    out: Any,
-    max_HTL: Any,
-    sum_HTL: Any,
-    acc_HTC: Any,
+    v_BX: Any,
+    out_TX: Any,
+    q_XT: Any,
+    max_H1T: Any,
+    sum_H1T: Any,
+    acc_XT: Any,
 ) -> None:
-    heads, tile, _ = acc_HTC.shape
+    heads, block, channels = k_HBC.shape
     visit, end = pl.program_id(1), pl.num_programs(1)
-    block, seen = key_1B.shape[1], seen_V[visit]
+    tile, seen = q_TX.shape[0], seen_V[visit]
     first = (visit == 0) | (tile_V[visit] != tile_V[jnp.maximum(visit - 1, 0)])
     last = (visit == end - 1) | (tile_V[visit] != tile_V[jnp.minimum(visit + 1, end - 1)])
+    rows = [pl.ds(h * channels, channels) for h in range(heads)]
 
     @pl.when(first & (seen < _FIRST_ALONE))
     def begin_tile() -> None:
-        max_HTL[...] = jnp.full_like(max_HTL, softmax.LOWEST)
-        sum_HTL[...] = jnp.zeros_like(sum_HTL)
-        acc_HTC[...] = jnp.zeros_like(acc_HTC)
-
-    def scores(keys: Any, seen: Any | None) -> Iterator[Any]:
-        """Each head's scores, made while the head before is at its softmax."""
-        ahead = softmax.scores(q_HTC[0], k_HBC[0, keys], seen=seen)
-        for h in range(heads):
-            score = ahead
-            if h + 1 < heads:
-                ahead = softmax.scores(q_HTC[h + 1], k_HBC[h + 1, keys], seen=seen)
-            yield score
-
-    def attend(keys: Any, seen: Any | None) -> None:
-        for h, score in enumerate(scores(keys, seen)):
-            state = (max_HTL.at[h], sum_HTL.at[h], acc_HTC.at[h])
-            softmax.absorb(score, v_HBC[h, keys], *state)
+        q_XT[...] = q_TX[...].T
+        max_H1T[...] = jnp.full_like(max_H1T, softmax.LOWEST)
+        sum_H1T[...] = jnp.zeros_like(sum_H1T)
+        acc_XT[...] = jnp.zeros_like(acc_XT)
 
     def own(keys: Any) -> Any:
         """Which of some keys are of the segment of each query."""
-        query_TL = jnp.broadcast_to(query_1T[...], (LANES, tile)).T
-        query_TB = jnp.concatenate([query_TL] * (keys.size // LANES), axis=1)
-        return query_TB == key_1B[:, keys]
+        key_BL = jnp.broadcast_to(key_1B[:, keys], (LANES, keys.size)).T
+        return jnp.concatenate([key_BL] * (tile // LANES), axis=1) == query_1T[...]
+
+    def scores(keys: Any, q_XT: Any, seen: Any | None) -> Iterator[Any]:
+        """Each head's, made while those before are at their softmax."""
+
+        def score(h: int) -> Any:
+            score_BT = softmax.dot(k_HBC[h, keys], q_XT[h * channels : (h + 1) * channels])
+            return score_BT if seen is None else jnp.where(seen, score_BT, softmax.MASKED)
+
+        ahead = [score(h) for h in range(min(AHEAD, heads))]
+        for h in range(heads):
+            if h + AHEAD < heads:
+                ahead.append(score(h + AHEAD))
+            yield ahead[h]
+
+    def attend(keys: Any, seen: Any | None) -> None:
+        v_XB = v_BX[keys, :].T
+        for h, score_BT in enumerate(scores(keys, q_XT, seen)):
+            old_max_1T = max_H1T[h]
+            max_1T = jnp.maximum(old_max_1T, jnp.max(score_BT, axis=0, keepdims=True))
+            fade_1T = jnp.exp2(old_max_1T - max_1T)
+            weight_BT = jnp.exp2(score_BT - max_1T)
+            max_H1T[h] = max_1T
+            sum_H1T[h] = fade_1T * sum_H1T[h] + jnp.sum(weight_BT, axis=0, keepdims=True)
+            acc_XT[rows[h], :] = fade_1T * acc_XT[rows[h], :] + weigh(v_XB, h, weight_BT)
 
     def attend_alone(keys: Any) -> None:
         """The whole attention of a tile."""
-        write(
-            [softmax.attend_once(s, v_HBC[h, keys]) for h, s in enumerate(scores(keys, own(keys)))]
-        )
+        v_XB, outputs = v_BX[keys, :].T, []
+        for h, score_BT in enumerate(scores(keys, q_TX[...].T, own(keys))):
+            max_1T = jnp.maximum(jnp.max(score_BT, axis=0, keepdims=True), softmax.LOWEST)
+            weight_BT = jnp.exp2(score_BT - max_1T)
+            total_1T = jnp.sum(weight_BT, axis=0, keepdims=True)
+            outputs.append(divided(weigh(v_XB, h, weight_BT), total_1T))
+        write(outputs)
+
+    def weigh(v_XB: Any, h: int, weight_BT: Any) -> Any:
+        v_CB = v_XB[h * channels : (h + 1) * channels]
+        return softmax.dot(v_CB, weight_BT.astype(v_CB.dtype))
+
+    def divided(out_CT: Any, total_1T: Any) -> Any:
+        """Outputs; zeros where a query saw no key."""
+        return (out_CT / jnp.where(total_1T == 0.0, 1.0, total_1T)).astype(out_TX.dtype)
 
     def write(outputs: list[Any]) -> None:
-        done = [x.astype(out.dtype) for x in outputs]
-        if len(out.shape) == 2:
-            out[...] = jnp.concatenate(done, axis=1)
-        else:
-            for h in range(heads):
-                out[h] = done[h]
+        out_TX[...] = jnp.concatenate(outputs, axis=0).T
 
     whole = pl.ds(0, block)
     pl.when(seen == _ALL)(lambda: attend(whole, None))
@@ -259,4 +282,4 @@ def _kernel(
 
     @pl.when(last & (seen < _FIRST_ALONE))
     def finish_tile() -> None:
-        write([softmax.normalise(sum_HTL[h], acc_HTC[h]) for h in range(heads)])
+        write([divided(acc_XT[rows[h], :], sum_H1T[h]) for h in range(heads)])

@@ -230,16 +230,14 @@ def segment_case(patches: int, images: int, heads: int, channels: int) -> Case:
     visits = patches // tile * max(1, size // block)
     steps = i32(patches // tile * (patches // block))
     plan = segment.SegmentPlan(steps, steps, steps, i32(), i32(1, patches), i32(1, patches))
-    x = bf16(heads, patches, channels)
-    groups = heads // segment.heads_of_group(heads, channels, side_by_side=True)
+    x = bf16(patches, heads * channels)
+    groups = heads // segment.heads_of_group(heads, channels)
     half = float(size < block)  # then a tile has one visit, which does all at once
     share = (1 - half) * patches / tile / visits
     return Case(
         name=f"segments {images} x {size}, {heads} heads of {channels}",
-        function=functools.partial(
-            segment.segment_attention, tile=tile, block=block, side_by_side=True
-        ),
-        args=(x, x, x, plan),
+        function=functools.partial(segment.segment_attention, tile=tile, block=block),
+        args=(x, bf16(heads, patches, channels), x, plan),
         hbm_bytes=4 * 2 * patches * heads * channels,
         flops=4 * patches * size * heads * channels,
         kernel="segment_attention",
@@ -278,16 +276,16 @@ def grouped_case(tokens: int, heads: int, kv_heads: int) -> Case:
     )
 
 
-def packed_case(patches: int, heads: int, channels: int, *, heads_first: bool) -> Case:
-    """Positions into an encoder's fused projection; heads first, values are parted too."""
-    parts, lanes = 3 if heads_first else 2, heads * channels
+def packed_case(patches: int, heads: int, channels: int, *, keys_by_head: bool) -> Case:
+    """Positions into an encoder's fused projection."""
+    lanes = heads * channels
     groups = lanes // math.lcm(channels, 128)
     tile = math.gcd(patches, packed.TILE)
     return Case(
-        name=f"rotate {patches}, {heads} heads of {channels}{', first' if heads_first else ''}",
-        function=functools.partial(rotate_packed, scale=0.1, heads_first=heads_first),
+        name=f"rotate {patches}, {heads} heads of {channels}{', by head' if keys_by_head else ''}",
+        function=functools.partial(rotate_packed, scale=0.1, keys_by_head=keys_by_head),
         args=(bf16(patches, 3 * lanes), f32(patches, channels), f32(patches, channels)),
-        hbm_bytes=2 * 2 * parts * patches * lanes + 2 * 4 * patches * channels,
+        hbm_bytes=2 * 2 * 2 * patches * lanes + 2 * 4 * patches * channels,
         kernel="rotate_packed",
         times=(patches // tile * groups, tile // packed.ROWS / 2),
     )
@@ -355,8 +353,8 @@ def cases() -> list[Case]:
         segment_case(4096, 1, 16, 64),
         window_case(4096, 16, 80),
         grouped_case(2048, 28, 4),
-        packed_case(4096, 16, 80, heads_first=False),
-        packed_case(4096, 16, 80, heads_first=True),
+        packed_case(4096, 16, 80, keys_by_head=False),
+        packed_case(4096, 16, 80, keys_by_head=True),
     ]
 
 

@@ -18,6 +18,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from tests import aot
 from tests.bench import kernel_cases, schedule
 from tests.bench.kernel_cases import Case, cases
 
@@ -41,7 +44,7 @@ _HEADER = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--topology", action="append", help="default: v5e:1x1 and v6e:1x1")
+    parser.add_argument("--topology", action="append", help="default: one chip of each generation")
     parser.add_argument("--only", default="", help="part of the names of the cases")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
@@ -54,7 +57,7 @@ def main() -> None:
     chosen = {case.name: case for case in cases() if args.only in case.name}
     names = [*chosen, *([MIXED] if args.only in MIXED else [])]
     unread: list[str] = []
-    for topology in args.topology or ["v5e:1x1", "v6e:1x1"]:
+    for topology in args.topology or aot.ONE_CHIP:
         chip = topology.partition(":")[0]
         for name, facts, folder in _compiled(names, topology):
             try:
@@ -82,10 +85,6 @@ def _worker(topology: str, *names: str) -> None:
 
     The parent has taken the dump of one away before it lets the next begin.
     """
-    import jax
-
-    from tests import aot
-
     mesh = aot.mesh_of(topology)
     by_name = {case.name: case for case in cases()}
     for name in names:

@@ -33,8 +33,8 @@ SERVED = [
     kernel_cases.segment_case(768, 3, 16, 72),
     kernel_cases.window_case(4096, 16, 80),
     kernel_cases.grouped_case(2048, 28, 4),
-    kernel_cases.packed_case(4096, 16, 80, heads_first=False),
-    kernel_cases.packed_case(1024, 16, 72, heads_first=True),
+    kernel_cases.packed_case(4096, 16, 80, keys_by_head=False),
+    kernel_cases.packed_case(1024, 16, 72, keys_by_head=True),
 ]
 TABLES = 5
 """Arguments of a step that every chip holds whole: starts, lengths, page table, two counts."""

@@ -56,17 +56,17 @@ def test_grouped_heads(dtype: type, with_norms: bool) -> None:
 
 
 @pytest.mark.parametrize(("heads", "channels"), [(16, 80), (2, 64), (1, 128), (16, 72)])
-@pytest.mark.parametrize("heads_first", [False, True])
-def test_packed_heads(heads: int, channels: int, heads_first: bool) -> None:
+@pytest.mark.parametrize("keys_by_head", [False, True])
+def test_packed_heads(heads: int, channels: int, keys_by_head: bool) -> None:
     N = 32
     qkv = np.random.default_rng(2).normal(size=(N, 3 * heads * channels)).astype(np.float32)
     cos, sin = tables(N, channels)
-    got = interpret(rotate_packed, qkv, cos, sin, scale=0.3, heads_first=heads_first)
-    q, k, v = qkv.reshape(N, 3, heads, channels).swapaxes(0, 1)
-    wanted = [rotate(q, cos, sin) * 0.3, rotate(k, cos, sin), v]
-    assert len(got) == (3 if heads_first else 2)
-    for x, y in zip(got, wanted, strict=False):
-        y = y.swapaxes(0, 1) if heads_first else y.reshape(N, -1)
+    got = interpret(rotate_packed, qkv, cos, sin, scale=0.3, keys_by_head=keys_by_head)
+    q, k, _ = qkv.reshape(N, 3, heads, channels).swapaxes(0, 1)
+    k = rotate(k, cos, sin)
+    wanted_k = k.swapaxes(0, 1) if keys_by_head else k.reshape(N, -1)
+    wanted_q = (rotate(q, cos, sin) * 0.3).reshape(N, -1)
+    for x, y in zip(got, (wanted_q, wanted_k), strict=True):
         np.testing.assert_allclose(x, y, atol=4 * FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE)
 
 
@@ -74,4 +74,4 @@ def test_heads_that_do_not_fill_registers_are_refused() -> None:
     assert takes_packed(16, 80) and takes_packed(16, 72) and not takes_packed(4, 80)
     cos, sin = tables(8, 80)
     with pytest.raises(ValueError, match="do not fill"):
-        rotate_packed(jnp.zeros((8, 3 * 4 * 80)), cos, sin, scale=1.0, heads_first=False)
+        rotate_packed(jnp.zeros((8, 3 * 4 * 80)), cos, sin, scale=1.0, keys_by_head=False)

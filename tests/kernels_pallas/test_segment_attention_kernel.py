@@ -15,7 +15,7 @@ BFLOAT16_TOLERANCE = 2e-2
 
 
 plan_segments = jax.jit(kernel.plan_segments, static_argnames=("tile", "block"))
-attend = jax.jit(kernel.segment_attention, static_argnames=("tile", "block", "side_by_side"))
+attend = jax.jit(kernel.segment_attention, static_argnames=("tile", "block", "first_value_lane"))
 attend_windows = jax.jit(windows.window_attention, static_argnames=("channels", "first_value_lane"))
 
 
@@ -34,15 +34,25 @@ def heads(num: int, patches: int, channels: int, dtype: type = np.float32) -> li
     return [rng.normal(size=(num, patches, channels)).astype(dtype) for _ in range(3)]
 
 
+def flat(x_HNC: np.ndarray) -> np.ndarray:
+    """Heads side by side."""
+    return x_HNC.swapaxes(0, 1).reshape(x_HNC.shape[1], -1)
+
+
 def check_segments(
-    id_N: np.ndarray, *, channels: int = 16, block: int = 128, dtype: type = np.float32
+    id_N: np.ndarray,
+    *,
+    num: int = 2,
+    channels: int = 16,
+    block: int = 128,
+    dtype: type = np.float32,
 ) -> None:
-    q, k, v = heads(2, len(id_N), channels, dtype)
+    q, k, v = heads(num, len(id_N), channels, dtype)
     plan = plan_segments(id_N.astype(np.int32), tile=128, block=block)
     scaled = (q.astype(np.float32) * kernel.query_scale(channels)).astype(dtype)
-    got = interpret(attend, scaled, k, v, plan, tile=128, block=block)
+    got = interpret(attend, flat(scaled), k, flat(v), plan, tile=128, block=block)
     tolerance = FLOAT32_TOLERANCE if dtype == np.float32 else BFLOAT16_TOLERANCE
-    wanted = dense(q, k, v, id_N)
+    wanted = flat(dense(q, k, v, id_N))
     np.testing.assert_allclose(got.astype(np.float32), wanted, atol=tolerance, rtol=tolerance)
 
 
@@ -64,11 +74,14 @@ def test_images_of_half_a_block_are_attended_to_at_once():
 
 
 @pytest.mark.parametrize(
-    ("heads", "channels", "side_by_side", "group"),
-    [(16, 80, True, 8), (16, 72, True, 16), (16, 72, False, 8), (2, 72, True, 2), (6, 64, True, 6)],
+    ("heads", "channels", "group"), [(16, 80, 8), (16, 72, 16), (2, 72, 2), (6, 64, 6), (4, 80, 4)]
 )
-def test_heads_side_by_side_fill_registers_or_are_all(heads, channels, side_by_side, group):
-    assert kernel.heads_of_group(heads, channels, side_by_side=side_by_side) == group
+def test_heads_of_a_group_fill_registers_or_are_all(heads, channels, group):
+    assert kernel.heads_of_group(heads, channels) == group
+
+
+def test_more_heads_than_a_group_and_than_are_made_ahead():
+    check_segments(np.repeat([0, 1], [100, 28]), num=16, channels=16)
 
 
 @pytest.mark.parametrize("channels", [64, 72, 80])
@@ -77,17 +90,18 @@ def test_channels_of_the_encoders_in_bfloat16(channels):
     check_segments(id_N, channels=channels, dtype=jnp.bfloat16)
 
 
-def test_outputs_side_by_side_are_those_of_heads_first():
-    q, k, v = heads(8, 128, 80)
+def test_values_may_stand_behind_queries_and_keys():
+    q, k, v = heads(2, 128, 64)
     sizes = {"tile": 128, "block": 128}
     plan = plan_segments(np.repeat([0, 1], 64).astype(np.int32), **sizes)
-    first = interpret(attend, q, k, v, plan, **sizes)
-    flat = interpret(attend, q, k, v, plan, **sizes, side_by_side=True)
-    np.testing.assert_array_equal(flat.reshape(128, 8, 80), first.swapaxes(0, 1))
+    packed = np.concatenate([flat(q), flat(k), flat(v)], axis=1)
+    apart = interpret(attend, flat(q), k, flat(v), plan, **sizes)
+    together = interpret(attend, flat(q), k, packed, plan, **sizes, first_value_lane=256)
+    np.testing.assert_array_equal(together, apart)
 
 
 def test_window_values_may_stand_behind_queries_and_keys():
-    q, k, v = (x.swapaxes(0, 1).reshape(128, -1) for x in heads(2, 128, 64))
+    q, k, v = map(flat, heads(2, 128, 64))
     ids, packed = np.zeros(128, np.int32), np.concatenate([q, k, v], axis=1)
     apart = interpret(attend_windows, q, k, v, ids, channels=64)
     options = {"channels": 64, "first_value_lane": 256}
@@ -125,8 +139,8 @@ def test_ragged_windows_with_numbers_used_again(channels, dtype):
     window_N = np.concatenate([np.full(size, w) for run in runs for w, size in run])
     q, k, v = heads(2, 256, channels, dtype)
     scaled = (q.astype(np.float32) * kernel.query_scale(channels)).astype(dtype)
-    flat = [x.swapaxes(0, 1).reshape(256, -1) for x in (scaled, k, v)]
-    got = interpret(attend_windows, *flat, window_N.astype(np.int32), channels=channels)
+    ids = window_N.astype(np.int32)
+    got = interpret(attend_windows, flat(scaled), flat(k), flat(v), ids, channels=channels)
     ids = np.where(window_N < 0, -1, np.arange(256) // 64 * 256 + window_N)
     wanted = dense(q, k, v, ids).swapaxes(0, 1)
     tolerance = FLOAT32_TOLERANCE if dtype == np.float32 else BFLOAT16_TOLERANCE
