@@ -19,8 +19,12 @@ class Rope(NamedTuple):
     def of(cls, angle_TX: Float[Array, "T X"]) -> "Rope":
         """Tables of each token's C/2 angles."""
         sin_TX = jnp.sin(angle_TX)
-        tables = cls(jnp.cos(angle_TX), jnp.stack([-sin_TX, sin_TX], axis=1))
-        return lax.optimization_barrier(tables)  # else XLA computes them again in each layer
+        # Else XLA computes them again in each layer; on a CPU, where a cosine alone would be fused
+        # with what reads it behind the barrier too, one array of all three keeps it from that.
+        table_T3X = lax.optimization_barrier(
+            jnp.stack([-sin_TX, sin_TX, jnp.cos(angle_TX)], axis=1)
+        )
+        return cls(table_T3X[:, 2], table_T3X[:, :2])
 
     def whole_heads(self) -> tuple[Float[Array, "T C"], Float[Array, "T C"]]:
         """Cosine and sine for all C channels; the sine is negative in the first half."""

@@ -22,9 +22,10 @@ class _Tile(NamedTuple):
 
 
 _DECODE = _Tile(1, 64)  # a small page's worth of keys stays in the first-level cache
-_TAIL = _Tile(64, 256)  # short chunks, and what whole tiles leave over
+_TAIL = _Tile(64, 512)  # short chunks, and what the tiles above leave over
+_WIDE = _Tile(192, 512)  # most of a whole tile, in one turn instead of three
 _WHOLE = _Tile(256, 512)  # a million scores: enough for XLA's CPU backend to use all threads
-_LAST_KEYS = 256  # of whole tiles, for the keys that blocks of 512 leave over
+_LAST_KEYS = 256  # of all these, where so few are left
 _NEVER = -1e30  # finite, so that a block without a visible key leaves no NaN behind
 
 
@@ -39,7 +40,11 @@ def paged_attention_portable(
     num_tokens, num_heads, channels = q_THC.shape
     num_kv = pages_PJSC.shape[1] if latent else pages_PJSC.shape[1] // 2
     q_TKGC = q_THC.reshape(num_tokens, num_kv, num_heads // num_kv, channels)
-    tail = min(_TAIL.queries, num_tokens)
+    tail, wide = min(_TAIL.queries, num_tokens), min(_WIDE.queries, num_tokens)
+    # each with the queries that the last of its turns may lack
+    tiles = [(_WHOLE, 0)] if num_tokens >= _WHOLE.queries else []
+    tiles += [(_Tile(wide, _WIDE.keys), tail - 1)] if wide > tail else []
+    tiles += [(_Tile(tail, _TAIL.keys), tail - 1)]
 
     def attend(b: Array, offset: Array, out: Array, tile: _Tile) -> Array:
         return _attend_tile(q_TKGC, pages_PJSC, ragged, b, offset, out, tile, latent, window)
@@ -50,16 +55,16 @@ def paged_attention_portable(
     def extend(b: Array, out: Array) -> Array:
         # Ascending tiles: what the last one writes past its chunk's end, the next chunk
         # overwrites.
-        count, done = ragged.counts_B[b], jnp.int32(0)
-        if num_tokens >= _WHOLE.queries:
-            whole = count // _WHOLE.queries
-            done = whole * _WHOLE.queries
-            out = lax.fori_loop(
-                0, whole, lambda i, o: attend(b, i * _WHOLE.queries, o, _WHOLE), out
-            )
-        tiles = (count - done + tail - 1) // tail
-        tile = _Tile(tail, _TAIL.keys)
-        return lax.fori_loop(0, tiles, lambda i, o: attend(b, done + i * tail, o, tile), out)
+        left, done = ragged.counts_B[b], jnp.int32(0)
+        for tile, slack in tiles:
+            turns = (left + slack) // tile.queries
+
+            def turn(i: Array, out: Array, tile: _Tile = tile, done: Array = done) -> Array:
+                return attend(b, done + i * tile.queries, out, tile)
+
+            out = lax.fori_loop(0, turns, turn, out)
+            left, done = left - turns * tile.queries, done + turns * tile.queries
+        return out
 
     values = latent.value_channels if latent else channels
     out_TKGV = jnp.zeros((*q_TKGC.shape[:3], values), q_TKGC.dtype)
@@ -159,10 +164,11 @@ def _attend_tile(
     num_pages = (num_keys + page_size - 1) // page_size
     done = jnp.int32(lowest)
     carry, last = start, pages_of(tile.keys)
-    if tile == _WHOLE:
-        turns = (num_pages - done) // last
-        carry = over_keys(carry, done, last, turns)
-        done, last = done + turns * last, pages_of(_LAST_KEYS)
+    if tile != _DECODE:  # large blocks while more keys are left than a small one has
+        large, last = last, pages_of(_LAST_KEYS)
+        turns = (num_pages - done - last + large - 1) // large
+        carry = over_keys(carry, done, large, turns)
+        done += turns * large
     turns = (num_pages - done + last - 1) // last
     sum_KYV, _, total_KY = over_keys(carry, done, last, turns)
     attended_KYV = (sum_KYV / total_KY[..., None]).astype(q_TKGC.dtype)

@@ -157,10 +157,21 @@ def test_portable_equals_reference(case: Case) -> None:
     np.testing.assert_allclose(out[:n], expected[:n], atol=ABSOLUTE, rtol=0)
 
 
-@pytest.mark.parametrize("extends", [[(300, 0), (270, 700)], [(256, 250), (320, 0)], [(576, 448)]])
+@pytest.mark.parametrize(
+    "extends",
+    [
+        [(300, 0), (270, 700)],
+        [(256, 250), (320, 0)],
+        [(576, 448)],
+        [(200, 300), (129, 77)],  # tiles of 192 queries, alone and with what they leave over
+        [(420, 10), (150, 0)],  # the last one would reach past the step
+    ],
+)
 @pytest.mark.parametrize("page_size", [64, 512])
-def test_whole_tiles_equal_reference(extends: list[tuple[int, int]], page_size: int) -> None:
-    # chunks of 256 queries and more: blocks of 512 keys, then of 256, then what is left
+def test_whole_and_wide_tiles_equal_reference(
+    extends: list[tuple[int, int]], page_size: int
+) -> None:
+    # blocks of 512 keys, then of 256, then what is left
     random = np.random.default_rng(4)
     counts, lengths = np.array([(n, n + before) for n, before in extends], np.int32).T
     num_pages, table_pages = 40, 1024 // page_size
