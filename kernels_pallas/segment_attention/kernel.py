@@ -21,7 +21,7 @@ more; the rotary application writes them anyhow. Windows have a kernel of their 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -146,6 +146,8 @@ def segment_attention(
     """
     H, N, C = k_HNC.shape
     heads = heads_of_group(H, C)
+    turns = heads // heads_of_turn(heads)
+    turned = turns, heads // turns * C
     first = first_value_lane // (heads * C)
     query = pl.BlockSpec((tile, heads * C), lambda h, v, tile_V, *_: (tile_V[v], h))
     key = pl.BlockSpec((heads, block, C), lambda h, v, tile_V, block_V, *_: (h, block_V[v], 0))
@@ -160,10 +162,11 @@ def segment_attention(
             in_specs=[query_id, key_id, query, key, value],
             out_specs=query,
             scratch_shapes=[
-                pltpu.VMEM((heads * C, tile), q_NX.dtype),
+                pltpu.VMEM((*turned, tile), q_NX.dtype),
+                pltpu.VMEM((*turned, block), v_NX.dtype),
                 pltpu.VMEM((heads, 1, tile), jnp.float32),
                 pltpu.VMEM((heads, 1, tile), jnp.float32),
-                pltpu.VMEM((heads * C, tile), jnp.float32),
+                pltpu.VMEM((*turned, tile), jnp.float32),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((N, H * C), v_NX.dtype),
@@ -187,6 +190,14 @@ def heads_of_group(num_heads: int, channels: int) -> int:
     return max((n for n in fitting if n <= MAX_HEADS), default=fitting[0])
 
 
+def heads_of_turn(heads: int) -> int:
+    """Heads of a group that stand in one straight program; a loop makes its turns over them.
+
+    Sixteen in one compile for three times as long, and run no faster.
+    """
+    return max(n for n in range(1, MAX_HEADS + 1) if heads % n == 0)
+
+
 def query_scale(channels: int) -> float:
     """What queries must be multiplied by before: C^-0.5 · log2(e), best in the rotary tables."""
     return softmax.LOG2_E / math.sqrt(channels)
@@ -202,84 +213,117 @@ def _kernel(
     k_HBC: Any,
     v_BX: Any,
     out_TX: Any,
-    q_XT: Any,
+    q_ZXT: Any,
+    v_ZXB: Any,
     max_H1T: Any,
     sum_H1T: Any,
-    acc_XT: Any,
+    acc_ZXT: Any,
 ) -> None:
     heads, block, channels = k_HBC.shape
+    turns, width, _ = q_ZXT.shape
+    per_turn = heads // turns
     visit, end = pl.program_id(1), pl.num_programs(1)
     tile, seen = q_TX.shape[0], seen_V[visit]
     first = (visit == 0) | (tile_V[visit] != tile_V[jnp.maximum(visit - 1, 0)])
     last = (visit == end - 1) | (tile_V[visit] != tile_V[jnp.minimum(visit + 1, end - 1)])
-    rows = [pl.ds(h * channels, channels) for h in range(heads)]
+    rows = [pl.ds(h * channels, channels) for h in range(per_turn)]
+
+    def turn_over(x_BX: Any, out_ZXB: Any) -> None:
+        x_XB = x_BX.T
+        for z in range(turns):
+            out_ZXB[z] = x_XB[z * width : (z + 1) * width]
 
     @pl.when(first & (seen < _FIRST_ALONE))
     def begin_tile() -> None:
-        q_XT[...] = q_TX[...].T
+        turn_over(q_TX[...], q_ZXT)
         max_H1T[...] = jnp.full_like(max_H1T, softmax.LOWEST)
         sum_H1T[...] = jnp.zeros_like(sum_H1T)
-        acc_XT[...] = jnp.zeros_like(acc_XT)
+        acc_ZXT[...] = jnp.zeros_like(acc_ZXT)
 
     def own(keys: Any) -> Any:
         """Which of some keys are of the segment of each query."""
         key_BL = jnp.broadcast_to(key_1B[:, keys], (LANES, keys.size)).T
         return jnp.concatenate([key_BL] * (tile // LANES), axis=1) == query_1T[...]
 
-    def scores(keys: Any, q_XT: Any, seen: Any | None) -> Iterator[Any]:
-        """Each head's, made while those before are at their softmax."""
+    def scores(z: Any, keys: Any, seen: Any | None) -> Iterator[Any]:
+        """Of each head of a turn, made while those before are at their softmax."""
 
         def score(h: int) -> Any:
-            score_BT = softmax.dot(k_HBC[h, keys], q_XT[h * channels : (h + 1) * channels])
+            score_BT = softmax.dot(k_HBC[z * per_turn + h, keys], q_ZXT[z, rows[h], :])
             return score_BT if seen is None else jnp.where(seen, score_BT, softmax.MASKED)
 
-        ahead = [score(h) for h in range(min(AHEAD, heads))]
-        for h in range(heads):
-            if h + AHEAD < heads:
+        ahead = [score(h) for h in range(min(AHEAD, per_turn))]
+        for h in range(per_turn):
+            if h + AHEAD < per_turn:
                 ahead.append(score(h + AHEAD))
             yield ahead[h]
 
-    def attend(keys: Any, seen: Any | None) -> None:
-        v_XB = v_BX[keys, :].T
-        for h, score_BT in enumerate(scores(keys, q_XT, seen)):
-            old_max_1T = max_H1T[h]
-            max_1T = jnp.maximum(old_max_1T, jnp.max(score_BT, axis=0, keepdims=True))
-            fade_1T = jnp.exp2(old_max_1T - max_1T)
-            weight_BT = jnp.exp2(score_BT - max_1T)
-            max_H1T[h] = max_1T
-            sum_H1T[h] = fade_1T * sum_H1T[h] + jnp.sum(weight_BT, axis=0, keepdims=True)
-            acc_XT[rows[h], :] = fade_1T * acc_XT[rows[h], :] + weigh(v_XB, h, weight_BT)
-
-    def attend_alone(keys: Any) -> None:
-        """The whole attention of a tile."""
-        v_XB, outputs = v_BX[keys, :].T, []
-        for h, score_BT in enumerate(scores(keys, q_TX[...].T, own(keys))):
-            max_1T = jnp.maximum(jnp.max(score_BT, axis=0, keepdims=True), softmax.LOWEST)
-            weight_BT = jnp.exp2(score_BT - max_1T)
-            total_1T = jnp.sum(weight_BT, axis=0, keepdims=True)
-            outputs.append(divided(weigh(v_XB, h, weight_BT), total_1T))
-        write(outputs)
-
-    def weigh(v_XB: Any, h: int, weight_BT: Any) -> Any:
-        v_CB = v_XB[h * channels : (h + 1) * channels]
+    def weigh(z: Any, h: int, weight_BT: Any) -> Any:
+        v_CB = v_ZXB[z, rows[h], : weight_BT.shape[0]]
         return softmax.dot(v_CB, weight_BT.astype(v_CB.dtype))
 
     def divided(out_CT: Any, total_1T: Any) -> Any:
         """Outputs; zeros where a query saw no key."""
-        return (out_CT / jnp.where(total_1T == 0.0, 1.0, total_1T)).astype(out_TX.dtype)
+        return out_CT / jnp.where(total_1T == 0.0, 1.0, total_1T)
 
-    def write(outputs: list[Any]) -> None:
+    def attend(keys: Any, *, masked: bool) -> None:
+        def take_turn(z: Any) -> None:
+            for h, score_BT in enumerate(scores(z, keys, own(keys) if masked else None)):
+                head, acc_CT = z * per_turn + h, acc_ZXT.at[z, rows[h]]
+                old_max_1T = max_H1T[head]
+                max_1T = jnp.maximum(old_max_1T, jnp.max(score_BT, axis=0, keepdims=True))
+                fade_1T = jnp.exp2(old_max_1T - max_1T)
+                weight_BT = jnp.exp2(score_BT - max_1T)
+                max_H1T[head] = max_1T
+                sum_H1T[head] = fade_1T * sum_H1T[head] + jnp.sum(weight_BT, axis=0, keepdims=True)
+                acc_CT[...] = fade_1T * acc_CT[...] + weigh(z, h, weight_BT)
+
+        turn_over(v_BX[keys, :], v_ZXB.at[:, :, : keys.size])
+        _each(turns, take_turn)
+
+    def attend_alone(keys: Any) -> None:
+        """The whole attention of a tile."""
+
+        def take_turn(z: Any) -> None:
+            for h, score_BT in enumerate(scores(z, keys, own(keys))):
+                max_1T = jnp.maximum(jnp.max(score_BT, axis=0, keepdims=True), softmax.LOWEST)
+                weight_BT = jnp.exp2(score_BT - max_1T)
+                total_1T = jnp.sum(weight_BT, axis=0, keepdims=True)
+                acc_ZXT[z, rows[h], :] = divided(weigh(z, h, weight_BT), total_1T)
+
+        turn_over(q_TX[...], q_ZXT)
+        turn_over(v_BX[keys, :], v_ZXB.at[:, :, : keys.size])
+        _each(turns, take_turn)
+        write()
+
+    def write() -> None:
+        outputs = [acc_ZXT[z].astype(out_TX.dtype) for z in range(turns)]
         out_TX[...] = jnp.concatenate(outputs, axis=0).T
 
     whole = pl.ds(0, block)
-    pl.when(seen == _ALL)(lambda: attend(whole, None))
-    pl.when(seen == _SOME)(lambda: attend(whole, own(whole)))
+    pl.when(seen == _ALL)(lambda: attend(whole, masked=False))
+    pl.when(seen == _SOME)(lambda: attend(whole, masked=True))
     if block % (2 * LANES) == 0:
         on_first = (seen == _FIRST_HALF) | (seen == _FIRST_ALONE)
         half = pl.ds(pl.multiple_of(jnp.where(on_first, 0, block // 2), block // 2), block // 2)
-        pl.when((seen == _FIRST_HALF) | (seen == _SECOND_HALF))(lambda: attend(half, own(half)))
+        shared = (seen == _FIRST_HALF) | (seen == _SECOND_HALF)
+        pl.when(shared)(lambda: attend(half, masked=True))
         pl.when(seen >= _FIRST_ALONE)(lambda: attend_alone(half))
 
     @pl.when(last & (seen < _FIRST_ALONE))
     def finish_tile() -> None:
-        write([divided(acc_XT[rows[h], :], sum_H1T[h]) for h in range(heads)])
+        def take_turn(z: Any) -> None:
+            for h in range(per_turn):
+                acc_CT = acc_ZXT.at[z, rows[h]]
+                acc_CT[...] = divided(acc_CT[...], sum_H1T[z * per_turn + h])
+
+        _each(turns, take_turn)
+        write()
+
+
+def _each(count: int, body: Callable[[Any], None]) -> None:
+    """Call for each number below; one call is no loop, which would end what runs beside it."""
+    if count == 1:
+        body(0)
+    else:
+        pl.loop(0, count)(body)

@@ -80,8 +80,15 @@ def test_heads_of_a_group_fill_registers_or_are_all(heads, channels, group):
     assert kernel.heads_of_group(heads, channels) == group
 
 
-def test_more_heads_than_a_group_and_than_are_made_ahead():
-    check_segments(np.repeat([0, 1], [100, 28]), num=16, channels=16)
+@pytest.mark.parametrize(("num", "channels", "block"), [(16, 16, 128), (10, 24, 256)])
+def test_groups_of_eight_heads_and_ten_heads_in_two_turns(num, channels, block):
+    # two over two tiles, padding, and one that is alone in half a block
+    id_N = np.repeat([0, 1, -1, 2], [100, 70, 214, 128])
+    check_segments(id_N, num=num, channels=channels, block=block)
+
+
+def test_heads_of_a_turn_divide_the_group():
+    assert [kernel.heads_of_turn(n) for n in (1, 4, 8, 10, 16, 18)] == [1, 4, 8, 5, 8, 6]
 
 
 @pytest.mark.parametrize("channels", [64, 72, 80])
