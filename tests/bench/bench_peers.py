@@ -6,8 +6,10 @@
 
 Greedy, the end token ignored, float32. Each repetition of each workload goes to every engine before
 the next one begins, in an order that turns, so that a machine that slows down slows all alike; who
-is not measured is stopped. A request that comes back empty or short ends the run. `DIR` may be made
-by `python -m tests.bench.make_checkpoint DIR`.
+is not measured is stopped. A request that comes back empty or short ends the run. Where an engine's
+tokens differ from jaxmm's, transformers in float64 says how much likelier ours was where they part:
+the run fails at more than rounding explains. `DIR` may be made by
+`python -m tests.bench.make_checkpoint DIR`.
 """
 
 import argparse
@@ -29,6 +31,9 @@ from tests.bench.workloads import NAMES, workload
 
 WARM_UP = -1
 """The repetition that nobody measures; its pictures come in no other."""
+NEAR_TIE = 1e-3
+"""Two tokens whose log-probabilities differ by less may change places by float32 rounding, which
+moves logits of this size by some 1e-5."""
 
 
 class Run(NamedTuple):
@@ -57,11 +62,14 @@ def main() -> None:
             peer.rest()
             _measure(peer, chosen.workloads[0], WARM_UP)
             peer.pause()
+        runs = {}
         for name in chosen.workloads:
-            _report(name, _interleaved(peers, name, chosen.repeats))
+            runs[name] = _interleaved(peers, name, chosen.repeats)
+            _report(name, runs[name])
     finally:
         for peer in peers:
             peer.close()
+    _judge(chosen.model, runs)
 
 
 def _arguments() -> argparse.Namespace:
@@ -170,6 +178,56 @@ def _same_texts(ours: Sequence[Run], theirs: Sequence[Run]) -> str:
         for a, b in zip(one.replies, other.replies, strict=True)
     ]
     return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
+
+
+class Parting(NamedTuple):
+    """Where an engine's answer leaves ours."""
+
+    peer: str
+    workload: str
+    repetition: int
+    request: int
+    shared_ids: tuple[int, ...]
+    """What both answered before."""
+    our_id: int
+    their_id: int
+
+
+def _partings(name: str, runs: dict[str, list[Run]]) -> Iterator[Parting]:
+    """Each answer of a workload that differs from ours, of engines that give token ids."""
+    (_, ours), *others = runs.items()
+    for peer, theirs in others:
+        for repetition, pair in enumerate(zip(ours, theirs, strict=True)):
+            answers = zip(pair[0].replies, pair[1].replies, strict=True)
+            for request, (a, b) in enumerate(answers):
+                ids = zip(a.token_ids, b.token_ids, strict=False)
+                i = next((i for i, (x, y) in enumerate(ids) if x != y), None)
+                if i is not None:
+                    shared, x, y = a.token_ids[:i], a.token_ids[i], b.token_ids[i]
+                    yield Parting(peer, name, repetition, request, shared, x, y)
+
+
+def _judge(model: Path, runs: dict[str, dict[str, list[Run]]]) -> None:
+    """Print how near to a tie the tokens were where answers part from ours.
+
+    Raises:
+        SystemExit: One was not near.
+    """
+    partings = [parting for name in runs for parting in _partings(name, runs[name])]
+    if not partings:
+        return
+    judge = Transformers(model, "float64")
+    print(f"\n{'differs':<13}{'workload':<10}{'repetition':>10}{'request':>9}{'token':>7}", end="")
+    print("   log-probability of ours less theirs, transformers in float64")
+    worst = 0.0
+    for peer, name, repetition, request, shared, our_id, their_id in partings:
+        ask = workload(name, repetition).asks[request]
+        scores = judge.logprobs(ask, shared)
+        gap = scores[our_id] - scores[their_id]
+        worst = max(worst, abs(gap))
+        print(f"  {peer:<11}{name:<10}{repetition:10}{request:9}{len(shared):7}   {gap:+.1e}")
+    if worst > NEAR_TIE:
+        raise SystemExit(f"an answer differs where tokens are {worst:.1e} apart: no rounding")
 
 
 def _print_head(model: Path) -> None:

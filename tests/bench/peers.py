@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,8 +234,8 @@ class Transformers:
 
     name = "transformers"
 
-    def __init__(self, model: Path) -> None:
-        """Load processor and model, float32."""
+    def __init__(self, model: Path, dtype: str = "float32") -> None:
+        """Load processor and model, to compute in `dtype`."""
         import torch
         from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
@@ -244,15 +244,12 @@ class Transformers:
         # AutoProcessor would want torchvision, for videos
         self._processor = AutoImageProcessor.from_pretrained(model)
         self._tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-        loaded = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+        loaded = AutoModelForImageTextToText.from_pretrained(model, dtype=getattr(torch, dtype))
         self._model = loaded.eval()
-        print(f"started   transformers in {time.perf_counter() - start:.1f} s")
+        print(f"started   transformers, {dtype}, in {time.perf_counter() - start:.1f} s")
 
     def prepare(self, workload: Workload) -> list[list[tuple[Ask, list[bytes]]]]:
-        asks = [
-            (ask, [p.png() for t in ask.turns for p in t.parts if isinstance(p, Picture)])
-            for ask in workload.asks
-        ]
+        asks = [_with_pictures(ask) for ask in workload.asks]
         size = workload.concurrency
         return [asks[i : i + size] for i in range(0, len(asks), size)]
 
@@ -268,6 +265,23 @@ class Transformers:
     def resume(self) -> None: ...
 
     def close(self) -> None: ...
+
+    def logprobs(self, ask: Ask, output_ids: Sequence[int]) -> list[float]:
+        """Log-probability of every id as the one that follows a request's prompt and `output_ids`.
+
+        The request is alone: nothing is padded.
+        """
+        inputs = self._inputs([_with_pictures(ask)])
+        torch, ids = self._torch, inputs["input_ids"]
+        output = torch.tensor([output_ids], dtype=ids.dtype)
+        inputs["input_ids"] = torch.cat([ids, output], dim=1)
+        for name, filler in (("attention_mask", 1), ("mm_token_type_ids", 0)):
+            more = torch.full_like(output, filler, dtype=inputs[name].dtype)
+            inputs[name] = torch.cat([inputs[name], more], dim=1)
+        with torch.inference_mode():
+            logits = self._model(**inputs, logits_to_keep=1).logits[0, -1]
+        scores: list[float] = torch.log_softmax(logits.double(), dim=-1).tolist()
+        return scores
 
     def _answer(self, batch: list[tuple[Ask, list[bytes]]]) -> list[Reply]:
         start = time.perf_counter()
@@ -312,6 +326,10 @@ class Transformers:
         )
         first, *others = text.split(pad)
         return first + "".join(pad * next(counts) + other for other in others)
+
+
+def _with_pictures(ask: Ask) -> tuple[Ask, list[bytes]]:
+    return ask, [p.png() for t in ask.turns for p in t.parts if isinstance(p, Picture)]
 
 
 class _Watch:
