@@ -8,7 +8,7 @@ tokens are those of one chip, greedy and drawn, with pictures and pruned videos,
 retracted and others aborted; when conversations are found again; when nothing is left behind; and
 when all processes of a pod end in order. Prints hardware, commit, a line for each cell, and all of
 them as a table. Ends with status 1 where a cell is not equal. The requests are those of
-`tests/jaxmm/sharded_answers.py`; all of it takes an hour on two cores.
+`tests/jaxmm/sharded_answers.py`.
 """
 
 import argparse
