@@ -77,6 +77,11 @@ class Arena:
     def __contains__(self, key: RowKey) -> bool:
         return key in self._leases
 
+    def is_leased(self, key: RowKey) -> bool:
+        """Whether the rows of an item are here and somebody leases them."""
+        lease = self._leases.get(key)
+        return lease is not None and lease.num_holders > 0
+
     def rounded(self, num_rows: int) -> int:
         """Rows that an item takes, up to whole pages."""
         return -(-num_rows // self.page_rows) * self.page_rows

@@ -179,6 +179,12 @@ class Scheduler:
         runs before the next one. Batch it before the next call of any method: until then pages,
         slot and leases are those that the step needs.
         """
+        plan = self._plan()
+        while plan is None and self.scorings.got_on:  # with nothing for the device: others may now
+            plan = self._plan()
+        return plan
+
+    def _plan(self) -> Plan | None:
         for sequence in self._extended:
             if sequence.status is Status.RUNNING:
                 self._residency.settle(sequence)

@@ -103,6 +103,8 @@ class Scorings:
         self._turns: deque[Scoring] = deque()  # whose turn it is first
         self._used: list[Lease] = []  # by the last plan; they go back when the next one begins
         self._num_added = 0
+        self.got_on = False
+        """Whether a request got on in the last plan, be it by rows alone that were there."""
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -167,12 +169,15 @@ class Scorings:
         Who found no room comes first the next time; where rows are short, the oldest does.
         """
         self._make_room()
+        self.got_on = False
         without_room: deque[Scoring] = deque()
         while self._turns:
             scoring = self._turns.popleft()
             if not self._advance(scoring, draft):
                 without_room.append(scoring)
-            elif not scoring.is_planned:
+                continue
+            self.got_on = True
+            if not scoring.is_planned:
                 self._turns.append(scoring)
         self._turns = without_room
 
@@ -187,17 +192,16 @@ class Scorings:
             pass
 
     def _has_room(self, scoring: Scoring) -> bool:
-        """Whether the arena can hold what the next pair of steps lacks."""
+        """Whether the arena can hold the next pair of steps, beside what is leased."""
         start = scoring.next_step
         if scoring.last is None:
             pair = scoring.steps[start - scoring.needs_last :][:2]
         else:
             pair = scoring.steps[start : start + 1]
-        needed = sum(
-            self._arena.rounded(step.num_rows)
-            for step in pair
-            if RowKey.of(step, scoring.salt) not in self._arena
-        )
+        # rows of the pair that nobody leases are no room for the other step
+        keys = {RowKey.of(step, scoring.salt) for step in pair}
+        lacking = [key for key in keys if not self._arena.is_leased(key)]
+        needed = sum(self._arena.rounded(key.num_rows) for key in lacking)
         return needed <= self._arena.num_free + self._arena.num_evictable
 
     def _advance(self, scoring: Scoring, draft: Draft) -> bool:

@@ -1,6 +1,8 @@
 """Videos are scored beside running sequences, in turns, and nobody waits for another for ever."""
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from jaxmm.errors import PromptTooLong
 from jaxmm.host.scoring import Scoring
@@ -110,6 +112,34 @@ def test_many_videos_in_an_arena_of_few_steps_all_end_and_the_oldest_first(num_s
     assert sorted(told) == [0, 1, 2, 3]
     assert told[0] == 0
     assert len(loop.device.encoded) == 4 * 6  # none in vain
+    assert_nothing_is_held(pool, cache, arena)
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.sampled_from([3, 8]),
+        st.lists(st.text("abc", min_size=2, max_size=4), min_size=1, max_size=2),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(requests=REQUESTS, num_rows=st.sampled_from([16, 20, 24]))
+@example(requests=[(8, ["aa", "bac"]), (8, ["bc"])], num_rows=16)
+@example(requests=[(8, ["bac"]), (3, ["abc"]), (8, ["bc"])], num_rows=16)
+def test_while_a_video_waits_there_is_a_plan(requests, num_rows):
+    """Also where all that a request can do is to take rows that are there, and where those are all
+    the room that its next step would have: without a plan nobody would plan again."""
+    loop, pool, cache, arena = build(
+        num_rows=num_rows, max_patches_per_step=8 * MERGE, max_lane_patches=8 * MERGE
+    )
+    told = []
+    for rows, videos in requests:
+        steps = [steps_of(names, rows) for names in videos]
+        loop.scheduler.scorings.add(Scoring(steps, "", told.append))
+    drain(loop, 200)
+    assert len(told) == len(requests)
     assert_nothing_is_held(pool, cache, arena)
 
 
