@@ -25,8 +25,9 @@ from jaxmm.request import Request, Result, SamplingParams
 from tests.checkpoints import Family, checkpoint
 
 MEDIA = Path(__file__).parent / "data" / "media"
-LOGPROB_ATOL = 1e-4
-"""Of the same request served in two ways: float32 sums in other orders."""
+LOGPROB_ATOL = 3e-4
+"""Of the same request served in two ways: float32 sums in other orders. The largest difference seen
+is 1.1e-4, of DeepSeek-VL2's compressed rows with chunks cut elsewhere."""
 
 _T = TypeVar("_T")
 _shared: list[Engine] = []
