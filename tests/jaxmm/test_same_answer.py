@@ -10,6 +10,7 @@ from jaxmm.engine import Engine
 from jaxmm.request import Result
 from tests.checkpoints import SERVED, Family
 from tests.engines import (
+    LOGPROB_ATOL,
     ask,
     assert_same,
     engine,
@@ -184,6 +185,9 @@ def random_question(rng: np.random.Generator) -> tuple[Any, list[bytes]]:
     return turn(*(parts[i] for i in rng.permutation(len(parts)))), images
 
 
+LOGPROB_ATOLS: dict[Family, float] = {"deepseek_vl2_mla": 3e-4}
+"""Where other sums move a checkpoint's answers more: served alone, with nothing but the chunks cut
+elsewhere (17 tokens), those of this one move by up to 1.1e-4, those of Qwen2-VL by 1.4e-6."""
 SMALL_PICTURES = [png(picture(28 * n, 84, n)) for n in (2, 3, 4, 5)]
 
 
@@ -197,4 +201,4 @@ def test_everything_at_once(family: Family) -> None:
         results = ask(on, *(request(*q, salt=str(i % 2)) for i, q in enumerate(questions)))
     assert on.scheduler.counters.retracts > before
     for result, alone in zip(results, expected, strict=True):
-        assert_same(result, alone)
+        assert_same(result, alone, LOGPROB_ATOLS.get(family, LOGPROB_ATOL))
