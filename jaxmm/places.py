@@ -56,7 +56,7 @@ def check_pixel_limits(request: Request) -> None:
         if value is not None and (
             not isinstance(value, numbers.Integral) or isinstance(value, bool)
         ):
-            raise RequestError(f"{name}={value!r} is not a whole number")
+            raise RequestError(f"{name}={value!r} is not a whole number", name)
 
 
 def split_hashes(
