@@ -3,7 +3,6 @@
 Pictures have 16 rows, sliding layers see 12 tokens: fewer than a picture has. Needs torch.
 """
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import transformers
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 
+from tests import reference
 from tests.checkpoints import byte_tokenizer, write_json, write_weights
 
 TOKENS_PER_PICTURE = 16
@@ -161,42 +161,18 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
     return noise * fan_in**-0.5
 
 
-@functools.cache
-def _load(directory: Path) -> tuple[Any, Any, Any]:
-    model = transformers.AutoModelForImageTextToText.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
-    return model, tokenizer, processor
-
-
 def gemma_greedy(
     directory: Path, messages: Any, images: Sequence[Image.Image], num_tokens: int
 ) -> tuple[list[int], np.ndarray]:
     """transformers' greedy answer: ids, and float32[num_tokens, V] log-probabilities."""
-    model, tokenizer, processor = _load(directory)
+    model, tokenizer, processor = reference.load(directory)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     soft = "<image_soft_token>" * TOKENS_PER_PICTURE
     text = text.replace("<start_of_image>", f"\n\n<start_of_image>{soft}<end_of_image>\n\n")
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-    inputs: dict[str, Any] = {}
+    is_picture = ids == model.config.image_token_id
+    inputs: dict[str, Any] = {"token_type_ids": is_picture.int()}
     if images:
         pixels = processor(images=list(images), return_tensors="np")["pixel_values"]
         inputs["pixel_values"] = torch.tensor(np.asarray(pixels))
-    with torch.no_grad():
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            token_type_ids=(ids == model.config.image_token_id).int(),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            output_scores=True,
-            return_dict_in_generate=True,
-            suppress_tokens=list(range(len(tokenizer), model.config.text_config.vocab_size)),
-            **inputs,
-        )
-    scores = torch.stack([torch.log_softmax(s[0], -1) for s in out.scores])
-    return out.sequences[0, ids.shape[1] :].tolist(), scores.numpy()
+    return reference.generate(model, tokenizer, ids, inputs, num_tokens)

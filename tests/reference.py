@@ -23,7 +23,7 @@ def load(directory: Path) -> tuple[Any, Any, Any]:
         directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    processor = transformers.AutoImageProcessor.from_pretrained(directory, use_fast=False)
+    processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
     return model, tokenizer, processor
 
 
@@ -50,6 +50,13 @@ def greedy(
     ids, inputs = expanded(
         directory, messages, images, max_pixels=max_pixels, videos=videos, fps=fps
     )
+    return generate(model, tokenizer, ids, inputs, num_tokens)
+
+
+def generate(
+    model: Any, tokenizer: Any, ids: torch.Tensor, inputs: dict[str, Any], num_tokens: int
+) -> tuple[list[int], np.ndarray]:
+    """Greedy answer to ids [1, T], as `greedy`."""
     with torch.no_grad():
         out = model.generate(
             input_ids=ids,
