@@ -18,13 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-_QUERIES = 256
-"""Queries of one loop, and keys of one step where the lane is small or the heads are many."""
+_BLOCK = 512
+"""Queries of one loop and keys of one step; shorter ones copy more of the keys for each score."""
 _TILE = 1 << 20
-"""Scores of one step, all heads: below a million XLA's CPU backend leaves the softmax to one
+"""Scores of one step, all its heads: below a million XLA's CPU backend leaves the softmax to one
 thread; far above, they leave the cache."""
 _MASKED = -1e30
 """Score of a key that the query does not see; finite, so that no infinity meets another."""
+_State = tuple[Array, Array]
+"""Where the next block of queries starts, and the output so far."""
 
 
 def segment_attention(
@@ -41,33 +43,59 @@ def segment_attention(
         k_NHC: Keys.
         v_NHC: Values.
         segment_N: From 0 to N - 1, never falling; -1 for padding.
-        block: Queries of one loop and keys of one step of it; None chooses.
+        block: Queries of one loop and keys of one step of it, half as many where few are left;
+            None chooses.
     """
-    num, heads, _ = q_NHC.shape
-    key_block = block or min(max(_QUERIES, _TILE // (heads * _QUERIES)), max(num // 2, 1))
-    block, key_block = min(block or _QUERIES, num), min(key_block, num)
-    q_NHC = q_NHC * jnp.asarray(q_NHC.shape[2] ** -0.5, q_NHC.dtype)
-    q_HNC, k_HNC, v_HNC = (jnp.moveaxis(x_NHC, 1, 0) for x_NHC in (q_NHC, k_NHC, v_NHC))
+    num, heads, channels = q_NHC.shape
+    key_block = block or min(_BLOCK, max(num // 2, 1))
+    block, key_block = min(block or _BLOCK, num), min(key_block, num)
+    group = _heads_of_step(heads, block * key_block)
+    q_NHC = q_NHC * jnp.asarray(channels**-0.5, q_NHC.dtype)
     real_N = segment_N >= 0
     first_N, stop_N, next_N, gap_N = _segment_bounds(segment_N)
 
-    def attend_block(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        start, out_HNC = state
-        keys_from = first_N[start]
-        keys = _Keys(keys_from, stop_N[start], jnp.minimum(gap_N[keys_from], stop_N[start]))
-        # a block that would reach past the lane begins earlier, and leaves what it finds there
-        first = jnp.minimum(start, num - block)
-        q_HBC = lax.dynamic_slice_in_dim(q_HNC, first, block, 1)
-        out_HBC = _attend(q_HBC, k_HNC, v_HNC, real_N, keys, key_block)
-        old_HBC = lax.dynamic_slice_in_dim(out_HNC, first, block, 1)
-        is_new_B1 = (first + jnp.arange(block) >= start)[:, None]
-        out_HBC = jnp.where(is_new_B1, out_HBC, old_HBC)
-        out_HNC = lax.dynamic_update_slice_in_dim(out_HNC, out_HBC, first, 1)
-        return next_N[jnp.minimum(start + block, stop_N[start])], out_HNC
+    def attend_heads(arrays: tuple[Array, Array, Array]) -> Array:
+        q_HNC, k_HNC, v_HNC = arrays
 
-    state = (next_N[0], jnp.zeros_like(q_HNC))
-    _, out_HNC = lax.while_loop(lambda state: state[0] < num, attend_block, state)
-    return jnp.where(segment_N[:, None, None] < 0, 0, jnp.moveaxis(out_HNC, 0, 1))
+        def attend_block(state: _State, block: int, key_block: int) -> _State:
+            start, out_HNC = state
+            keys_from = first_N[start]
+            keys = _Keys(keys_from, stop_N[start], jnp.minimum(gap_N[keys_from], stop_N[start]))
+            # a block that would reach past the lane begins earlier, and leaves what it finds there
+            first = jnp.minimum(start, num - block)
+            q_HBC = lax.dynamic_slice_in_dim(q_HNC, first, block, 1)
+            out_HBC = _attend(q_HBC, k_HNC, v_HNC, real_N, keys, key_block)
+            old_HBC = lax.dynamic_slice_in_dim(out_HNC, first, block, 1)
+            is_new_B1 = (first + jnp.arange(block) >= start)[:, None]
+            out_HBC = jnp.where(is_new_B1, out_HBC, old_HBC)
+            out_HNC = lax.dynamic_update_slice_in_dim(out_HNC, out_HBC, first, 1)
+            return next_N[jnp.minimum(start + block, stop_N[start])], out_HNC
+
+        def attend_next(state: _State) -> _State:
+            # few patches, of a small image or the rest of a large one, would be mostly filler
+            half, key_half = max(block // 2, 1), max(key_block // 2, 1)
+            whole = partial(attend_block, block=block, key_block=key_block)
+            short = partial(attend_block, block=half, key_block=key_half)
+            start = state[0]
+            after: _State = lax.cond(stop_N[start] - start > half, whole, short, state)
+            return after
+
+        state = (next_N[0], jnp.zeros_like(q_HNC))
+        return lax.while_loop(lambda state: state[0] < num, attend_next, state)[1]
+
+    groups = (
+        jnp.moveaxis(x_NHC, 1, 0).reshape(-1, group, num, channels)
+        for x_NHC in (q_NHC, k_NHC, v_NHC)
+    )
+    out_GHNC: Array = lax.map(attend_heads, tuple(groups))
+    out_NHC = jnp.moveaxis(out_GHNC.reshape(heads, num, channels), 0, 1)
+    return jnp.where(segment_N[:, None, None] < 0, 0, out_NHC)
+
+
+def _heads_of_step(heads: int, scores: int) -> int:
+    """Heads of one step, which divide all: as many as have `_TILE` scores together, or one."""
+    fits = [n for n in range(1, heads + 1) if heads % n == 0 and n * scores <= _TILE]
+    return max(fits, default=1)
 
 
 class _Keys(NamedTuple):

@@ -1,5 +1,7 @@
 """Segment and window attention: the reference by hand, the portable form by the reference."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,3 +119,20 @@ def test_temporary_memory_grows_with_the_lane_not_with_its_square() -> None:
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(16384) < 6 * temporary_bytes(4096)
+
+
+@pytest.mark.parametrize("sizes", [[1024], [700, 257, 40], [0]], ids=str)
+def test_portable_takes_many_heads_some_at_a_time(sizes: list[int]) -> None:
+    """At the block sizes that it chooses: sixteen heads have more scores than one step takes."""
+    num, heads = 1024, 16
+    segment_N = np.full(num, -1, np.int32)
+    segment_N[: sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
+    arrays = [jnp.asarray(x) for x in random_qkv(num, heads)]
+    assert portable._heads_of_step(heads, 512 * 512) < heads
+    got, expected = (
+        jax.jit(partial(segment_attention, implementation=implementation))(
+            *arrays, jnp.asarray(segment_N)
+        )
+        for implementation in ("portable", "reference")
+    )
+    np.testing.assert_allclose(got, expected, rtol=0, atol=ABSOLUTE)
