@@ -247,7 +247,8 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and KV; auto: float32 on CPU, bfloat16 elsewhere."""
     kernels: Literal["auto", "pallas", "portable"] = "auto"
-    """Implementation of attention and row moves; auto: Pallas on TPUs, portable elsewhere."""
+    """Implementation of attention and row moves; auto: Pallas on TPUs, portable elsewhere, with
+    kernels that numba compiles for steps of few tokens on a CPU."""
     tensor_parallel: int = 1
     """Chips that the language model is split over; its heads, MLP and vocabulary must divide by it.
     0: as many as there are and do."""

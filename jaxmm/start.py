@@ -49,6 +49,7 @@ from jaxmm.pod.lead import PodRunner
 from jaxmm.rehearsal import Rehearsal
 from jaxmm.request import SamplingParams
 from jaxmm.sizes import Sizes, has_room_for_twin
+from kernels_pallas import native
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +181,8 @@ def load_runners(config: EngineConfig, basis: Basis, ledger: CompileLedger) -> d
         first, *others = runners.values()
         with ThreadPoolExecutor(1, thread_name_prefix="jaxmm-load") as threads:
             weights = threads.submit(_load_weights, config, basis, first)
+            if first.backend.native:
+                native.register()  # an executable that calls them is not even loaded without
             for runner in runners.values():
                 runner.warm_up(progress=config.progress)
             params = weights.result()
@@ -219,8 +222,10 @@ def build_parts(config: EngineConfig) -> tuple[Parts, ...]:
         undo.pop_all()
     parts = replicas[0]
     logger.info(
-        "ready model=%s replicas=%d executables=%d pages=%d page_size=%d rows=%d seconds=%.1f",
+        "ready model=%s native=%s replicas=%d executables=%d pages=%d page_size=%d rows=%d "
+        "seconds=%.1f",
         parts.model_name,
+        basis.backends[0].native,
         len(replicas),
         parts.runner.num_executables,
         parts.sizes.num_pages,

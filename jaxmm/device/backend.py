@@ -19,6 +19,7 @@ from jaxmm.device.sharding import WHOLE
 from jaxmm.errors import ConfigError
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.stored import ParameterPath
+from kernels_pallas import native
 from kernels_pallas.ragged_paged_attention.kernel import MAX_TABLE_BYTES
 from kernels_pallas.segment_attention.windows import WINDOW
 from kernels_pallas.tiling import LANES, tile_rows
@@ -36,6 +37,9 @@ class Backend:
     split_encoder: bool = False
     """The encoder's heads and MLP are split over the chips, which encode the same lane; else it is
     whole on each, which encodes a lane of its own."""
+    native: bool = False
+    """With "portable": steps of few tokens, and decodes, go to kernels compiled for this CPU
+    (`kernels_pallas.native`), once they are registered."""
 
     @property
     def num_shards(self) -> int:
@@ -148,7 +152,8 @@ def settle_backends(
     split = encoder_parallel == "model"
     num_chips, num_replicas = _settle_chips(tensor_parallel, data_parallel, model, split)
     if num_chips == num_replicas == 1:
-        return (Backend(chosen),)
+        has_native = kernels == "auto" and chosen == "portable" and _has_native(model, dtype)
+        return (Backend(chosen, native=has_native),)
     meshes = (_mesh(num_chips, replica) for replica in range(num_replicas))
     return tuple(Backend(chosen, mesh, split and num_chips > 1) for mesh in meshes)
 
@@ -170,6 +175,15 @@ def _settle_kernels(
         raise ConfigError(f"kernels='pallas' cannot run this model: {obstacles}; use 'auto'")
     logger.warning("kernels=portable reason=%s", obstacles)
     return "portable"
+
+
+def _has_native(model: ModelConfig, dtype: DTypeLike) -> bool:
+    """Whether kernels for this CPU are there, and take the model's products of few rows."""
+    text = model.text
+    depths = (text.width, text.mlp_width, text.num_heads * text.head_channels)
+    plain = not text.num_experts and text.latent is None and not any(n % 16 for n in depths)
+    floats = np.dtype(dtype) == np.float32
+    return jax.default_backend() == "cpu" and plain and floats and native.there()
 
 
 def model_obstacles(model: ModelConfig, dtype: DTypeLike) -> Iterator[str]:

@@ -29,6 +29,8 @@ from kernels_pallas.tiling import LANES
 KVPages = tuple[Float[Array, "P ..."], ...]
 """Each layer's pool; the axes behind P are the implementation's (`page_shape`)."""
 
+Kernels = Literal["portable", "native", "pallas"]
+
 KV_POOL = spec_of("PK")
 """How one layer's pool is split; whatever follows K is whole."""
 
@@ -94,13 +96,15 @@ class PagedAttention(NamedTuple):
             Attended values, query heads side by side; and the pool.
         """
         attend = self.backend.per_chip(
-            partial(
-                _attend, channels=channels, eps=eps, window=window, kernels=self.backend.kernels
-            ),
+            partial(_attend, channels=channels, eps=eps, window=window, kernels=self._kernels),
             (spec_of("TO"), WHOLE, KV_POOL, WHOLE, WHOLE),
             (spec_of("TO"), KV_POOL),
         )
         return attend(qkv_TO, rope, pages, self.plan, norms)
+
+    @property
+    def _kernels(self) -> Kernels:
+        return "native" if self.backend.native else self.backend.kernels
 
     def latent(
         self,
@@ -138,7 +142,7 @@ def _attend(
     channels: int,
     eps: float,
     window: int | None,
-    kernels: Literal["portable", "pallas"],
+    kernels: Kernels,
 ) -> tuple[Float[Array, "T X"], Float[Array, "P ..."]]:
     """One chip's heads."""
     num_kv = pages.shape[1] if kernels == "pallas" else pages.shape[1] // 2

@@ -25,7 +25,7 @@ from jaxmm.models import family_module
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.lane_forms import lane_rows
 from jaxmm.models.loading import param_shapes
-from jaxmm.models.twin import twin_shapes
+from jaxmm.models.twin import of_step, twin_shapes
 from jaxmm.request import MAX_LOGIT_BIAS
 from jaxmm.sizes import Sizes
 from kernels_pallas.scatter_rows import row_shape
@@ -59,7 +59,7 @@ class Lowering:
             sizes: Settled sizes.
             dtype: Of weights, KV pages and arena.
             backend: Implementation of the ops, and the chips.
-            twin: The step of one token takes the decoder's `twin`.
+            twin: Steps of few tokens take the decoder's `twin` (`of_step`).
         """
         self._vision = model.vision
         self._row_width, self._vocab_size = model.text.row_width, model.text.vocab_size
@@ -69,7 +69,7 @@ class Lowering:
         self.params: steps.Params = param_shapes(
             model, dtype, lambda path: backend.sharding(backend.param_spec(path))
         )
-        self._twin = twin_shapes(self.params["text"]) if twin else None
+        self._twin = twin_shapes(self.params["text"], native=backend.native) if twin else None
         pool = pool_shape(model.text, sizes.num_pages, sizes.page_size, backend)
         self.kv_pages = tuple(
             self._shape(*pool, dtype=dtype, spec=KV_POOL) for _ in range(model.text.num_layers)
@@ -119,7 +119,8 @@ class Lowering:
     def language(self, rung: int) -> jax.stages.Lowered:
         """Lower the language step of a bucket of tokens."""
         layout = self.layout(rung)
-        params = self._twin if self._twin is not None and rung == 1 else self.params["text"]
+        native = self._backend.native
+        params = of_step(self.params["text"], self._twin, rung, native=native)
         return steps.language_step.lower(
             self._decoder,
             self._backend,

@@ -22,7 +22,7 @@ from jaxmm.host.batch import StepBatch, StepLayout
 from jaxmm.host.lanes import EncodeBatch
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.stored import Block, ParameterPath, Stored
-from jaxmm.models.twin import make_twin
+from jaxmm.models.twin import make_twin, of_step
 from jaxmm.request import MAX_LOGIT_BIAS
 from jaxmm.sizes import Sizes
 
@@ -53,14 +53,14 @@ class Runner:
             backend: Implementation of the ops, and the chips.
             ledger: Told of every executable.
             compile_cache_dir: Where executables are kept between starts.
-            twin: Keep the decoder's weights in bfloat16 too, for steps of one token.
+            twin: Keep the decoder's weights in bfloat16 too, for steps of few tokens.
         """
         self._lowering = Lowering(model, sizes, dtype, backend, twin=twin)
         self._has_twin = twin
         self._sizes = sizes
         self.backend = backend
         self._params: steps.Params = {}
-        self._single: Any = None  # the text weights for a step of one token
+        self._text: dict[int, Any] = {}  # the text weights for the step of each bucket
         self._kv_pages = jax.tree.map(_zeros, self._lowering.kv_pages)
         self._arena = _zeros(self._lowering.arena)
         self._state = jax.tree.map(_zeros, self._lowering.state)  # `init_state` is all zeros
@@ -75,7 +75,12 @@ class Runner:
     def place(self, params: steps.Params) -> None:
         """Take the weights, `{"vision": …, "text": …}` as `load_params` gives them."""
         self._params = params
-        self._single = make_twin(params["text"]) if self._has_twin else params["text"]
+        native = self.backend.native
+        twin = make_twin(params["text"], native=native) if self._has_twin else None
+        self._text = {
+            rung: of_step(params["text"], twin, rung, native=native)
+            for rung in self._sizes.buckets.tokens
+        }
 
     def place_copy(self, params: steps.Params) -> None:
         """Take a copy of the weights that another replica has, straight from its chips."""
@@ -171,7 +176,7 @@ class Runner:
         num_tokens = batch.layout.num_tokens
         run = self._executables["language", num_tokens]
         self._kv_pages, self._state, sampled = run(
-            self._single if num_tokens == 1 else self._params["text"],
+            self._text[num_tokens],
             self._kv_pages,
             self._state,
             self._arena,

@@ -12,7 +12,7 @@ from kernels_pallas.ragged_paged_attention import kernel, lanes, layout
 from kernels_pallas.ragged_paged_attention.portable import paged_attention_portable
 from kernels_pallas.ragged_paged_attention.reference import paged_attention_reference
 
-Implementation = Literal["portable", "pallas", "reference"]
+Implementation = Literal["portable", "native", "pallas", "reference"]
 
 
 class Ragged(NamedTuple):
@@ -133,7 +133,8 @@ def write_and_attend(
         pages: One layer's pool, pages of `page_shape`; donated.
         plan: `plan_step` for the same implementation.
         window: Keys up to its own that a token sees at most; None: all.
-        implementation: "portable" for CPU and GPU, "pallas" for TPU, "reference" for tests.
+        implementation: "portable" for CPU and GPU, "native" for a CPU whose kernels for decodes are
+            registered (`kernels_pallas.native`), "pallas" for TPU, "reference" for tests.
 
     Returns:
         Attended values in q's dtype, finite for filler; and the pool.
@@ -148,7 +149,8 @@ def write_and_attend(
         out_TX, pages = attend_rows(q_TX, new_TY, pages, plan, channels, window=window)
         return lanes.outputs(out_TX, channels).astype(q_THC.dtype), pages
     kv_TJC = jnp.concatenate([k_TKC, v_TKC], axis=1).astype(pages.dtype)
-    pages = kv_update(pages, kv_TJC, plan.slot_T, plan.num_tokens, implementation=implementation)
+    update = _update_of(implementation)
+    pages = kv_update(pages, kv_TJC, plan.slot_T, plan.num_tokens, implementation=update)
     attended_THC = ragged_paged_attention(
         q_THC, pages, plan.ragged, window=window, implementation=implementation
     )
@@ -192,12 +194,16 @@ def write_and_attend_latent(
         new_TC[:, None].astype(pages_P1SJ.dtype),
         plan.slot_T,
         plan.num_tokens,
-        implementation=implementation,
+        implementation=_update_of(implementation),
     )
     attended_THV = ragged_paged_attention(
         q_THC, pages_P1SJ, plan.ragged, latent=latent, implementation=implementation
     )
     return attended_THV, pages_P1SJ
+
+
+def _update_of(implementation: Implementation) -> Literal["portable", "reference"]:
+    return "reference" if implementation == "reference" else "portable"
 
 
 def attend_rows(
@@ -247,7 +253,7 @@ def ragged_paged_attention(
     *,
     latent: Latent | None = None,
     window: int | None = None,
-    implementation: Literal["portable", "reference"] = "portable",
+    implementation: Literal["portable", "native", "reference"] = "portable",
 ) -> Float[Array, "T H V"]:
     """Attention of every token over its own sequence, whose pages are written already: up to
     itself, or up to `ragged.seen_T`.
@@ -259,7 +265,8 @@ def ragged_paged_attention(
         ragged: The step's sequences.
         latent: J is 1, and a row is key and value at once; None: keys and values, scaled by C^-0.5.
         window: Keys up to its own that a token sees at most, whatever it sees behind; None: all.
-        implementation: "portable" for CPU and GPU, "reference" for tests.
+        implementation: "portable" for CPU and GPU, "native" for a CPU whose kernels for decodes are
+            registered (`kernels_pallas.native`), "reference" for tests.
 
     Returns:
         Attended values in q's dtype, V channels (C but for `latent`); rows of no sequence hold
@@ -267,4 +274,5 @@ def ragged_paged_attention(
     """
     if implementation == "reference":
         return paged_attention_reference(q_THC, pages_PJSC, ragged, latent, window)
-    return paged_attention_portable(q_THC, pages_PJSC, ragged, latent, window)
+    native = implementation == "native"
+    return paged_attention_portable(q_THC, pages_PJSC, ragged, latent, window, native=native)

@@ -1,5 +1,7 @@
 """The decoder's weights in bfloat16 beside float32: the same numbers, so the same answers."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,9 @@ from jaxmm.config import EngineConfig, load_config
 from jaxmm.device.linear import MAX_WIDENED, linear
 from jaxmm.engine import Engine
 from jaxmm.models import read_config
-from jaxmm.models.twin import make_twin, text_is_bfloat16, twin_shapes
+from jaxmm.models.twin import make_twin, of_step, text_is_bfloat16, twin_shapes
 from jaxmm.sizes import has_room_for_twin, settle_sizes
+from kernels_pallas import native
 from tests.checkpoints import checkpoint
 from tests.engines import SMALL, ask, cache_dir, logprobs, picture, request, turn
 from tests.reference import greedy
@@ -64,13 +67,47 @@ def test_row_times_weights_in_bfloat16_is_exact() -> None:
     np.testing.assert_allclose(y_TF, wide, rtol=1e-5, atol=1e-5)
 
 
-def test_answers_are_those_of_transformers_in_float32() -> None:
+@pytest.mark.parametrize("kernels", ["auto", "portable"])
+def test_answers_are_those_of_transformers_in_float32(kernels: str) -> None:
+    """Alone and with others: of one token, of several, and the head of a whole prompt."""
     directory = checkpoint("qwen2_5_vl", dtype="bfloat16")
-    messages, images = turn("<image>", "describe the picture"), [picture(200, 130, 1)]
-    expected, scores = greedy(directory, messages, images, 16, max_pixels=SMALL["media.max_pixels"])
     settings = {**SMALL, "model": str(directory), "compile_cache_dir": cache_dir()}
-    with Engine(load_config(EngineConfig, None, settings)) as engine:
-        [result] = ask(engine, request(messages, images))
-    assert list(result.token_ids) == expected
-    chosen = scores[np.arange(16), expected]
-    np.testing.assert_allclose(logprobs(result), chosen, rtol=1e-3, atol=1e-3)
+    questions = [
+        (turn("<image>", "describe the picture"), [picture(200, 130, 1)]),
+        (turn("what is a page"), []),
+        (turn("name three colours, and then three more"), []),
+    ]
+    with Engine(load_config(EngineConfig, None, settings | {"kernels": kernels})) as engine:
+        assert engine.replicas[0].runner.backend.native is (kernels == "auto" and native.there())
+        alone = ask(engine, request(*questions[0]))
+        together = ask(engine, *(request(*question) for question in questions[1:]))
+    for (messages, images), result in zip(questions, alone + together, strict=True):
+        expected, scores = greedy(
+            directory, messages, images, 16, max_pixels=SMALL["media.max_pixels"]
+        )
+        assert list(result.token_ids) == expected
+        chosen = scores[np.arange(16), expected]
+        np.testing.assert_allclose(logprobs(result), chosen, rtol=1e-3, atol=1e-3)
+
+
+def test_with_kernels_for_few_rows_what_only_they_read_is_bits() -> None:
+    halves = jnp.array([[1.5, -2.0]])  # 0x3FC0, 0xC000
+    params = {"layers": {"w": halves, "b": halves[0]}, "embed_VD": halves, "norm_D": halves[0]}
+    twin = make_twin(params, native=True)
+    np.testing.assert_array_equal(twin["layers"]["w"], np.array([[0x3FC0, 0xC000]], np.uint16))
+    assert twin["embed_VD"].dtype == jnp.bfloat16
+    assert twin["layers"]["b"] is params["layers"]["b"]
+    shapes = twin_shapes(params, native=True)
+    assert jax.tree.map(lambda x: x.dtype, shapes) == jax.tree.map(lambda x: x.dtype, twin)
+
+
+def test_each_step_takes_what_it_is_quickest_with() -> None:
+    params = {"layers": "wide", "embed_VD": "wide", "norm_D": "wide"}
+    twin = {"layers": "bits", "embed_VD": "narrow", "norm_D": "wide"}
+    few = partial(of_step, params, twin)
+    assert few(1, native=False) is twin
+    assert few(2, native=False) is params
+    assert few(16, native=True) is twin
+    # a large step samples few rows: they meet the head in bfloat16
+    assert few(32, native=True) == {"layers": "wide", "embed_VD": "narrow", "norm_D": "wide"}
+    assert of_step(params, None, 1, native=True) is params
