@@ -49,7 +49,6 @@ from jaxmm.pod.lead import PodRunner
 from jaxmm.rehearsal import Rehearsal
 from jaxmm.request import SamplingParams
 from jaxmm.sizes import Sizes, has_room_for_twin
-from kernels_pallas import native
 
 logger = logging.getLogger(__name__)
 
@@ -181,8 +180,6 @@ def load_runners(config: EngineConfig, basis: Basis, ledger: CompileLedger) -> d
         first, *others = runners.values()
         with ThreadPoolExecutor(1, thread_name_prefix="jaxmm-load") as threads:
             weights = threads.submit(_load_weights, config, basis, first)
-            if first.backend.native:
-                native.register()  # an executable that calls them is not even loaded without
             for runner in runners.values():
                 runner.warm_up(progress=config.progress)
             params = weights.result()

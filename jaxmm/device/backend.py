@@ -181,9 +181,10 @@ def _has_native(model: ModelConfig, dtype: DTypeLike) -> bool:
     """Whether kernels for this CPU are there, and take the model's products of few rows."""
     text = model.text
     depths = (text.width, text.mlp_width, text.num_heads * text.head_channels)
-    plain = not text.num_experts and text.latent is None and not any(n % 16 for n in depths)
-    floats = np.dtype(dtype) == np.float32
-    return jax.default_backend() == "cpu" and plain and floats and native.there()
+    if text.num_experts or text.latent is not None or any(n % native.VECTOR for n in depths):
+        return False
+    on_cpu = jax.default_backend() == "cpu" and np.dtype(dtype) == np.float32
+    return on_cpu and native.there()
 
 
 def model_obstacles(model: ModelConfig, dtype: DTypeLike) -> Iterator[str]:

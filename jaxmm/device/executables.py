@@ -55,6 +55,7 @@ class Executables:
         cache_dir: str,
         fingerprint: str,
         devices: Sequence[jax.Device],
+        prepare: Callable[[], None] | None = None,
     ) -> None:
         """Start empty.
 
@@ -64,11 +65,13 @@ class Executables:
             fingerprint: What beside step, size, source and machine tells them apart: the model's
                 dimensions and the engine's sizes.
             devices: Those that the steps run on, in the order of their mesh.
+            prepare: What makes it possible to compile or load one; called often, on any thread.
         """
         self._ledger = ledger
         self._directory = Path(cache_dir).expanduser() if cache_dir else None
         self._fingerprint = fingerprint
         self._devices = devices
+        self._prepare = prepare or (lambda: None)
         self._table: dict[Key, Future[Executable]] = {}
         self._used: set[Key] = set()
         self._restorer = ThreadPoolExecutor(1, thread_name_prefix="jaxmm-restore")
@@ -138,6 +141,7 @@ class Executables:
 
     def _restore(self, key: Key, blob: bytes, lower: Lower) -> Executable:
         check_mappings()  # before: what was read back well is no reason to fail
+        self._prepare()
         start = time.perf_counter()
         with _LINKING:
             executable = _load(blob, self._devices)
@@ -147,6 +151,7 @@ class Executables:
         return executable
 
     def _compile(self, key: Key, lower: Lower) -> Executable:
+        self._prepare()
         start = time.perf_counter()
         compiled = lower().compile()
         path = self._path(key)

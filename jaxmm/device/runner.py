@@ -25,6 +25,7 @@ from jaxmm.models.stored import Block, ParameterPath, Stored
 from jaxmm.models.twin import make_twin, of_step
 from jaxmm.request import MAX_LOGIT_BIAS
 from jaxmm.sizes import Sizes
+from kernels_pallas import native
 
 
 class Runner:
@@ -66,7 +67,10 @@ class Runner:
         self._state = jax.tree.map(_zeros, self._lowering.state)  # `init_state` is all zeros
         self._no_masks = _zeros(self._lowering.masks)
         fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}|{backend}|{twin}|{_wiring(backend)}"
-        self._executables = Executables(ledger, compile_cache_dir, fingerprint, backend.devices)
+        prepare = native.register if backend.native else None
+        self._executables = Executables(
+            ledger, compile_cache_dir, fingerprint, backend.devices, prepare
+        )
 
     def layout(self, num_tokens: int) -> StepLayout:
         """Layout of the smallest bucket with `num_tokens`."""
@@ -75,10 +79,10 @@ class Runner:
     def place(self, params: steps.Params) -> None:
         """Take the weights, `{"vision": …, "text": …}` as `load_params` gives them."""
         self._params = params
-        native = self.backend.native
-        twin = make_twin(params["text"], native=native) if self._has_twin else None
+        has_native = self.backend.native
+        twin = make_twin(params["text"], native=has_native) if self._has_twin else None
         self._text = {
-            rung: of_step(params["text"], twin, rung, native=native)
+            rung: of_step(params["text"], twin, rung, native=has_native)
             for rung in self._sizes.buckets.tokens
         }
 

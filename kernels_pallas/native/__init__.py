@@ -1,38 +1,55 @@
 """Kernels for CPUs, compiled by numba and called by XLA; nothing is imported before it is used."""
 
 import functools
-import importlib.util
+import importlib
 import logging
 import platform
 import re
+import threading
 from pathlib import Path
 
 import jax
 
 MAX_ROWS = 16
 """That `few_rows` takes."""
-
+VECTOR = 16
+"""Numbers that the kernels take at once; depths and channels are multiples of it."""
 INTERFACE_VERSION = 0, 3
 """The one whose structs `ffi` reads: XLA_FFI_API_MAJOR and _MINOR."""
+
+_registering = threading.Lock()
 
 logger = logging.getLogger(__name__)
 
 
 def there() -> bool:
-    """Whether they can be used: numba is installed, and jaxlib's interface is the one they know."""
-    if importlib.util.find_spec("numba") is None or platform.machine() != "x86_64":
+    """Whether they can be used: numba can, and jaxlib's interface is the one that they know."""
+    if platform.machine() != "x86_64":
         return False
     if _interface_version() != INTERFACE_VERSION:
         logger.warning(
             "native=false reason=jaxlib's interface for calls is not %s", INTERFACE_VERSION
         )
         return False
+    try:
+        importlib.import_module("numba")
+    except ImportError as e:  # not installed, or it refuses this numpy
+        logger.info("native=false reason=%s", e)
+        return False
     return True
 
 
-@functools.cache
 def register() -> None:
-    """Compile the kernels and make them known to XLA, once in a process: three seconds."""
+    """Compile the kernels and make them known to XLA, once in a process: three seconds.
+
+    For any thread; an executable that calls them can be made or loaded only afterwards.
+    """
+    with _registering:
+        _register_once()
+
+
+@functools.cache
+def _register_once() -> None:
     from kernels_pallas.native import decode, few_rows
 
     few_rows.register()

@@ -13,8 +13,8 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from kernels_pallas.native import ffi
-from kernels_pallas.native.vectors import LANES, dot_rows
+from kernels_pallas.native import VECTOR, ffi
+from kernels_pallas.native.vectors import dot_rows
 
 NAME = "jaxmm_attend_decodes"
 
@@ -29,7 +29,7 @@ _POLYNOMIAL = tuple(map(np.float32, (*_SMALL_TERMS, 1.6666665459e-1, 0.5)))
 
 def takes(q_THC: tuple[int, ...], pages_PJSC: tuple[int, ...]) -> bool:
     """Whether the kernel takes arrays of such shapes."""
-    return q_THC[1] % (pages_PJSC[1] // 2) == 0 and q_THC[2] % LANES == 0
+    return q_THC[1] % (pages_PJSC[1] // 2) == 0 and q_THC[2] % VECTOR == 0
 
 
 def attend_decodes(

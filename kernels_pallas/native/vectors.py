@@ -7,11 +7,11 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kernels_pallas.native import VECTOR
 from kernels_pallas.native.ffi import INT32, INT64
 
-LANES = 16
 _FLOAT, _INT16 = ir.FloatType(), ir.IntType(16)
-_VECTOR, _WIDE = ir.VectorType(_FLOAT, LANES), ir.VectorType(INT32, LANES)
+_VECTOR, _WIDE = ir.VectorType(_FLOAT, VECTOR), ir.VectorType(INT32, VECTOR)
 
 
 def _dot(num_rows: int, *, widen: bool) -> Any:
@@ -31,8 +31,8 @@ def _dot(num_rows: int, *, widen: bool) -> Any:
                 b.module, ir.FunctionType(returned, taken), f"llvm.{name}"
             )
 
-        fma = intrinsic_of(f"fma.v{LANES}f32", _VECTOR, *[_VECTOR] * 3)
-        sum_lanes = intrinsic_of(f"vector.reduce.fadd.v{LANES}f32", _FLOAT, _FLOAT, _VECTOR)
+        fma = intrinsic_of(f"fma.v{VECTOR}f32", _VECTOR, *[_VECTOR] * 3)
+        sum_lanes = intrinsic_of(f"vector.reduce.fadd.v{VECTOR}f32", _FLOAT, _FLOAT, _VECTOR)
         before, loop, after = b.block, b.append_basic_block(), b.append_basic_block()
         b.branch(loop)
         b.position_at_end(loop)
@@ -40,9 +40,9 @@ def _dot(num_rows: int, *, widen: bool) -> Any:
         k.add_incoming(ir.Constant(INT64, 0), before)
         sums = [b.phi(_VECTOR) for _ in range(num_rows)]
         where = b.gep(column, [k])
-        y = b.load(b.bitcast(where, ir.VectorType(item, LANES).as_pointer()), align=2)
+        y = b.load(b.bitcast(where, ir.VectorType(item, VECTOR).as_pointer()), align=2)
         if widen:  # a bfloat16 is the high half of a float32
-            y = b.bitcast(b.shl(b.zext(y, _WIDE), ir.Constant(_WIDE, [16] * LANES)), _VECTOR)
+            y = b.bitcast(b.shl(b.zext(y, _WIDE), ir.Constant(_WIDE, [16] * VECTOR)), _VECTOR)
         ahead = b.bitcast(b.gep(where, [depth]), ir.IntType(8).as_pointer())
         prefetch = intrinsic_of("prefetch.p0", ir.VoidType(), ahead.type, *[INT32] * 3)
         b.call(prefetch, [ahead, *(ir.Constant(INT32, n) for n in (0, 3, 1))])
@@ -51,10 +51,10 @@ def _dot(num_rows: int, *, widen: bool) -> Any:
             row = b.gep(rows, [b.add(k, b.mul(ir.Constant(INT64, i), depth))])
             x = b.load(b.bitcast(row, _VECTOR.as_pointer()), align=4)
             new.append(b.call(fma, [x, y, total]))
-        next_k = b.add(k, ir.Constant(INT64, LANES))
+        next_k = b.add(k, ir.Constant(INT64, VECTOR))
         k.add_incoming(next_k, loop)
         for total, value in zip(sums, new, strict=True):
-            total.add_incoming(ir.Constant(_VECTOR, [0.0] * LANES), before)
+            total.add_incoming(ir.Constant(_VECTOR, [0.0] * VECTOR), before)
             total.add_incoming(value, loop)
         b.cbranch(b.icmp_signed("<", next_k, depth), loop, after)
         b.position_at_end(after)
@@ -74,7 +74,7 @@ def dot_rows(*, widen: bool) -> Any:
     """A function: dot products of rows with one column.
 
     It takes addresses of float32[num_rows, depth], of the column [depth], and of the first result,
-    a float32; then depth, a multiple of `LANES`; how many float32 lie between two results; and
+    a float32; then depth, a multiple of `VECTOR`; how many float32 lie between two results; and
     num_rows.
 
     Args:
