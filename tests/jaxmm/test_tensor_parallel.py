@@ -20,6 +20,7 @@ from jaxmm.device.backend import (
 from jaxmm.device.sharding import param_spec, spec_of
 from jaxmm.errors import ConfigError
 from jaxmm.models import read_config
+from kernels_pallas import native
 from tests.checkpoints import Family, checkpoint
 from tests.layouts import Layout, Program, assert_served
 
@@ -86,7 +87,20 @@ def test_a_backend_that_cannot_run_here_is_refused_at_start(setting: dict, words
 
 def test_auto_is_portable_on_a_cpu() -> None:
     model = read_config(checkpoint("qwen2_5_vl"))
-    assert settle_backends("auto", 1, 1, model, np.float32) == (Backend("portable", None),)
+    [chosen] = settle_backends("auto", 1, 1, model, np.float32)
+    assert chosen == Backend("portable", None, native=native.there())
+    [plain] = settle_backends("portable", 1, 1, model, np.float32)
+    assert plain == Backend("portable", None)
+
+
+def test_kernels_of_a_cpu_are_for_one_device_float32_and_plain_layers() -> None:
+    model = read_config(checkpoint("qwen2_5_vl"))
+    narrow = dataclasses.replace(model, text=dataclasses.replace(model.text, mlp_width=24))
+    experts = dataclasses.replace(model, text=dataclasses.replace(model.text, num_experts=4))
+    others = [(model, np.float16), (narrow, np.float32), (experts, np.float32)]
+    backends = [settle_backends("auto", 1, 1, *other)[0] for other in others]
+    backends += settle_backends("auto", 2, 1, model, np.float32)
+    assert not any(backend.native for backend in backends)
 
 
 def test_what_the_kernels_cannot_take_is_named() -> None:
