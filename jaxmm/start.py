@@ -360,7 +360,7 @@ def _load_weights(config: EngineConfig, basis: Basis, runner: Runner) -> Any:
 
 
 def _wants_twin(config: EngineConfig, basis: Basis) -> bool:
-    """Whether steps of one token shall read the decoder's weights in bfloat16."""
+    """Whether steps of few tokens shall read the decoder's weights in bfloat16."""
     return (
         jax.default_backend() == "cpu"
         and basis.backends[0].mesh is None
