@@ -38,8 +38,13 @@ class Backend:
     """The encoder's heads and MLP are split over the chips, which encode the same lane; else it is
     whole on each, which encodes a lane of its own."""
     native: bool = False
-    """With "portable": steps of few tokens, and decodes, go to kernels compiled for this CPU
-    (`kernels_pallas.native`), once they are registered."""
+    """With "portable": attention, and products with weights that are kept in bfloat16, go to
+    kernels compiled for this CPU (`kernels_pallas.native`), once they are registered."""
+
+    @property
+    def attention(self) -> Literal["portable", "native", "pallas"]:
+        """The implementation of attention."""
+        return "native" if self.native else self.kernels
 
     @property
     def num_shards(self) -> int:

@@ -96,15 +96,13 @@ class PagedAttention(NamedTuple):
             Attended values, query heads side by side; and the pool.
         """
         attend = self.backend.per_chip(
-            partial(_attend, channels=channels, eps=eps, window=window, kernels=self._kernels),
+            partial(
+                _attend, channels=channels, eps=eps, window=window, kernels=self.backend.attention
+            ),
             (spec_of("TO"), WHOLE, KV_POOL, WHOLE, WHOLE),
             (spec_of("TO"), KV_POOL),
         )
         return attend(qkv_TO, rope, pages, self.plan, norms)
-
-    @property
-    def _kernels(self) -> Kernels:
-        return "native" if self.backend.native else self.backend.kernels
 
     def latent(
         self,

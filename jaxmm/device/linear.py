@@ -1,8 +1,12 @@
 """The linear layer: weights stand as in the checkpoint files, outputs first. Traced."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
+
+from kernels_pallas.native import MAX_ROWS, VECTOR
+from kernels_pallas.tiling import LANES
 
 _FEW_ROWS = 128
 """Up to this many rows XLA's CPU matmul is up to twice as fast with the weight on the left."""
@@ -21,10 +25,9 @@ def linear(
 
     Float32 rows take weights in bfloat16, or uint16 with its bits, as the numbers that they are.
     """
-    few = x_TD.dtype == jnp.float32 and len(x_TD) > 1 and weight_FD.dtype == jnp.bfloat16
-    if few or weight_FD.dtype == jnp.uint16:
-        y_TF = _few_rows(x_TD, weight_FD)
-    elif len(x_TD) == 1:
+    if _is_native(x_TD, weight_FD):
+        return _native(x_TD, weight_FD, bias_F)
+    if len(x_TD) == 1:
         y_TF = _one_row(x_TD, weight_FD)
     elif len(x_TD) <= _FEW_ROWS:
         y_TF = lax.platform_dependent(x_TD, weight_FD, cpu=_weight_left, default=_weight_right)
@@ -33,6 +36,25 @@ def linear(
     if bias_F is not None:
         y_TF = y_TF + bias_F.astype(jnp.float32)
     return y_TF.astype(x_TD.dtype)
+
+
+def gated_linear(
+    x_TD: Float[Array, "T D"],
+    weight_2FD: Float[Array, "2 F D"],
+    bias_2F: Float[Array, "2 F"] | None = None,
+) -> Float[Array, "T F"]:
+    """silu(gate) * up of two linear layers of one input, the gate first (arXiv:2002.05202)."""
+    if _is_native(x_TD, weight_2FD) and len(x_TD) > MAX_ROWS:
+        from kernels_pallas.native import many_rows
+
+        return many_rows.gated_rows(x_TD, weight_2FD, bias_2F)
+    if weight_2FD.shape[1] % LANES == 0:
+        both_T2F = linear(x_TD, weight_2FD, bias_2F)
+        gate_TF, up_TF = both_T2F[:, 0], both_T2F[:, 1]
+    else:  # halves of one product that do not begin at a whole register are copied
+        biases = (None, None) if bias_2F is None else bias_2F
+        gate_TF, up_TF = (linear(x_TD, weight_2FD[i], biases[i]) for i in range(2))
+    return jax.nn.silu(gate_TF) * up_TF
 
 
 def summed_linear(
@@ -77,13 +99,22 @@ def _weight_in_place(x_TD: Array, weight_FD: Array) -> Array:
     return jnp.moveaxis(y_GTF, 0, 1)
 
 
-def _few_rows(x_TD: Array, weight_FD: Array) -> Array:
-    # Where `Backend.native` holds: others have narrower weights in steps of one row alone, and
-    # never bits of them.
-    from kernels_pallas.native import few_rows
+def _is_native(x_TD: Array, weight_FD: Array) -> bool:
+    """Only where `Backend.native` holds are there bits, or narrower weights for several rows."""
+    several = x_TD.dtype == jnp.float32 and len(x_TD) > 1 and weight_FD.dtype == jnp.bfloat16
+    return several or weight_FD.dtype == jnp.uint16
+
+
+def _native(x_TD: Array, weight_FD: Array, bias_F: Array | None) -> Array:
+    from kernels_pallas.native import few_rows, many_rows
 
     flat_XD = weight_FD.reshape(-1, weight_FD.shape[-1])
-    return few_rows.few_rows(x_TD, flat_XD).reshape(len(x_TD), *weight_FD.shape[:-1])
+    if len(x_TD) <= MAX_ROWS and flat_XD.shape[1] % VECTOR == 0:
+        y_TF = few_rows.few_rows(x_TD, flat_XD).reshape(len(x_TD), *weight_FD.shape[:-1])
+        return y_TF if bias_F is None else y_TF + bias_F
+    flat_bias_X = None if bias_F is None else bias_F.reshape(-1)
+    y_TX = many_rows.many_rows(x_TD, flat_XD, flat_bias_X)
+    return y_TX.reshape(len(x_TD), *weight_FD.shape[:-1])
 
 
 def _one_row(x_1D: Array, weight_FD: Array) -> Array:

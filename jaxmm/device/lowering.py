@@ -25,7 +25,7 @@ from jaxmm.models import family_module
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.lane_forms import lane_rows
 from jaxmm.models.loading import param_shapes
-from jaxmm.models.twin import of_step, twin_shapes
+from jaxmm.models.narrow import bits_shapes, of_step, twin_shapes
 from jaxmm.request import MAX_LOGIT_BIAS
 from jaxmm.sizes import Sizes
 from kernels_pallas.scatter_rows import row_shape
@@ -50,7 +50,7 @@ class Lowering:
         dtype: DTypeLike,
         backend: Backend,
         *,
-        twin: bool = False,
+        narrow: bool = False,
     ) -> None:
         """Describe the arrays; each is a `jax.ShapeDtypeStruct`.
 
@@ -59,7 +59,7 @@ class Lowering:
             sizes: Settled sizes.
             dtype: Of weights, KV pages and arena.
             backend: Implementation of the ops, and the chips.
-            twin: Steps of few tokens take the decoder's `twin` (`of_step`).
+            narrow: Read matrices in bfloat16 where that is quicker (`models.narrow`).
         """
         self._vision = model.vision
         self._row_width, self._vocab_size = model.text.row_width, model.text.vocab_size
@@ -69,7 +69,10 @@ class Lowering:
         self.params: steps.Params = param_shapes(
             model, dtype, lambda path: backend.sharding(backend.param_spec(path))
         )
-        self._twin = twin_shapes(self.params["text"], native=backend.native) if twin else None
+        if narrow and backend.native:
+            self.params = bits_shapes(self.params)
+        has_twin = narrow and not backend.native
+        self._twin = twin_shapes(self.params["text"]) if has_twin else None
         pool = pool_shape(model.text, sizes.num_pages, sizes.page_size, backend)
         self.kv_pages = tuple(
             self._shape(*pool, dtype=dtype, spec=KV_POOL) for _ in range(model.text.num_layers)
@@ -92,7 +95,7 @@ class Lowering:
             nnx.eval_shape(
                 lambda: vision.VisionEncoder(
                     model.vision,
-                    implementation=backend.kernels,
+                    implementation=backend.attention,
                     axis=backend.encoder_axis,
                     dtype=dtype,
                 )
@@ -119,8 +122,7 @@ class Lowering:
     def language(self, rung: int) -> jax.stages.Lowered:
         """Lower the language step of a bucket of tokens."""
         layout = self.layout(rung)
-        native = self._backend.native
-        params = of_step(self.params["text"], self._twin, rung, native=native)
+        params = of_step(self.params["text"], self._twin, rung)
         return steps.language_step.lower(
             self._decoder,
             self._backend,

@@ -21,8 +21,8 @@ from jaxmm.device.sharding import WHOLE
 from jaxmm.host.batch import StepBatch, StepLayout
 from jaxmm.host.lanes import EncodeBatch
 from jaxmm.models.config import ModelConfig
+from jaxmm.models.narrow import as_bits, make_twin, of_step
 from jaxmm.models.stored import Block, ParameterPath, Stored
-from jaxmm.models.twin import make_twin, of_step
 from jaxmm.request import MAX_LOGIT_BIAS
 from jaxmm.sizes import Sizes
 from kernels_pallas import native
@@ -43,7 +43,7 @@ class Runner:
         backend: Backend,
         ledger: CompileLedger,
         compile_cache_dir: str,
-        twin: bool = False,
+        narrow: bool = False,
     ) -> None:
         """Allocate the device's memory; nothing is compiled or loaded yet.
 
@@ -54,10 +54,12 @@ class Runner:
             backend: Implementation of the ops, and the chips.
             ledger: Told of every executable.
             compile_cache_dir: Where executables are kept between starts.
-            twin: Keep the decoder's weights in bfloat16 too, for steps of few tokens.
+            narrow: The files hold bfloat16: read matrices so where that is quicker
+                (`models.narrow`).
         """
-        self._lowering = Lowering(model, sizes, dtype, backend, twin=twin)
-        self._has_twin = twin
+        self._lowering = Lowering(model, sizes, dtype, backend, narrow=narrow)
+        self._has_bits = narrow and backend.native
+        self._has_twin = narrow and not backend.native
         self._sizes = sizes
         self.backend = backend
         self._params: steps.Params = {}
@@ -66,8 +68,8 @@ class Runner:
         self._arena = _zeros(self._lowering.arena)
         self._state = jax.tree.map(_zeros, self._lowering.state)  # `init_state` is all zeros
         self._no_masks = _zeros(self._lowering.masks)
-        fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}|{backend}|{twin}|{_wiring(backend)}"
-        prepare = native.register if backend.native else None
+        fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}|{backend}|{narrow}|{_wiring(backend)}"
+        prepare = partial(native.register, compile_cache_dir) if backend.native else None
         self._executables = Executables(
             ledger, compile_cache_dir, fingerprint, backend.devices, prepare
         )
@@ -79,11 +81,9 @@ class Runner:
     def place(self, params: steps.Params) -> None:
         """Take the weights, `{"vision": …, "text": …}` as `load_params` gives them."""
         self._params = params
-        has_native = self.backend.native
-        twin = make_twin(params["text"], native=has_native) if self._has_twin else None
+        twin = make_twin(params["text"]) if self._has_twin else None
         self._text = {
-            rung: of_step(params["text"], twin, rung, native=has_native)
-            for rung in self._sizes.buckets.tokens
+            rung: of_step(params["text"], twin, rung) for rung in self._sizes.buckets.tokens
         }
 
     def place_copy(self, params: steps.Params) -> None:
@@ -98,7 +98,8 @@ class Runner:
         """
         sharding = self.param_sharding(stored.path)
         if sharding is None:
-            return jax.device_put(stored.read())
+            value = stored.read()
+            return jax.device_put(as_bits(stored.path, value) if self._has_bits else value)
         parts: dict[str, npt.NDArray[Any]] = {}
 
         def part(block: Block | None) -> npt.NDArray[Any]:

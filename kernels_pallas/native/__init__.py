@@ -1,6 +1,5 @@
 """Kernels for CPUs, compiled by numba and called by XLA; nothing is imported before it is used."""
 
-import functools
 import importlib
 import logging
 import platform
@@ -17,7 +16,11 @@ VECTOR = 16
 INTERFACE_VERSION = 0, 3
 """The one whose structs `ffi` reads: XLA_FFI_API_MAJOR and _MINOR."""
 
+FEW_ROWS, MANY_ROWS, GATED_ROWS, PAGES, PATCHES = range(5)
+"""Numbers of the kernels; executables hold them."""
+
 _registering = threading.Lock()
+_registered: list[bool] = []
 
 logger = logging.getLogger(__name__)
 
@@ -39,21 +42,26 @@ def there() -> bool:
     return True
 
 
-def register() -> None:
-    """Compile the kernels and make them known to XLA, once in a process: three seconds.
+def register(cache_dir: str = "") -> None:
+    """Compile the kernels, or read what was compiled, and make them known to XLA.
 
-    For any thread; an executable that calls them can be made or loaded only afterwards.
+    For any thread; an executable that calls them can be made or loaded only afterwards. Once in a
+    process: fifteen seconds, or less than one.
+
+    Args:
+        cache_dir: Where machine code is kept between processes; empty: nowhere.
     """
     with _registering:
-        _register_once()
+        if not _registered:
+            _register(cache_dir)
+            _registered.append(True)
 
 
-@functools.cache
-def _register_once() -> None:
-    from kernels_pallas.native import decode, few_rows
+def _register(cache_dir: str) -> None:
+    from kernels_pallas.native import few_rows, ffi, many_rows, pages, patches
 
-    few_rows.register()
-    decode.register()
+    modules = few_rows, many_rows, pages, patches
+    ffi.register({n: pair for m in modules for n, pair in m.KERNELS.items()}, cache_dir)
 
 
 def _interface_version() -> tuple[int, ...]:

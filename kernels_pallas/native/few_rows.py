@@ -5,15 +5,11 @@ half the memory's speed; this reads the weights once, as the bfloat16 that a che
 widens them in registers. Sums are in float32.
 """
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
-from numba import njit
 
-from kernels_pallas.native import ffi
+from kernels_pallas.native import FEW_ROWS, ffi
 from kernels_pallas.native.vectors import dot_rows
 
-NAME = "jaxmm_few_rows"
 _PIECE = 192  # columns: tens of microseconds
 
 _dot = dot_rows(widen=True)
@@ -26,25 +22,21 @@ def few_rows(x_TD: Float[Array, "T D"], weight_FD: Float[Array, "F D"]) -> Float
         x_TD: float32; T at most `MAX_ROWS`.
         weight_FD: bfloat16, or uint16 with its bits; D is a multiple of 16.
     """
-    shape = jax.ShapeDtypeStruct((x_TD.shape[0], weight_FD.shape[0]), jnp.float32)
-    y_TF: Array = jax.ffi.ffi_call(NAME, shape)(x_TD, weight_FD)
-    return y_TF
+    shape = x_TD.shape[0], weight_FD.shape[0]
+    return ffi.run_kernel(FEW_ROWS, shape, x_TD, weight_FD)
 
 
-@njit
 def _count_pieces(frame: int) -> int:
     return (ffi.dim(ffi.argument(frame, 1), 0) + _PIECE - 1) // _PIECE
 
 
-@njit
-def _do_piece(frame: int, piece: int) -> None:
+def _do_piece(frame: int, piece: int) -> int:
     x, weight, y = ffi.argument(frame, 0), ffi.argument(frame, 1), ffi.result(frame, 0)
     num_rows, depth, width = ffi.dim(x, 0), ffi.dim(x, 1), ffi.dim(weight, 0)
     for column in range(piece * _PIECE, min(width, (piece + 1) * _PIECE)):
         weights = ffi.data(weight) + 2 * column * depth
         _dot(ffi.data(x), weights, ffi.data(y) + 4 * column, depth, width, num_rows)
+    return 0
 
 
-def register() -> None:
-    """Compile the kernel, for this process."""
-    ffi.register(NAME, _count_pieces, _do_piece)
+KERNELS = {FEW_ROWS: (_count_pieces, _do_piece)}

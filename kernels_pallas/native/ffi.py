@@ -5,21 +5,31 @@ here are addresses. A kernel is two functions of that struct's address: how many
 there are, and one that does a piece. Pieces are taken from a counter, by the thread that XLA calls
 and by those of its pool that come to help; none is waited for that has not begun, so two kernels
 that run at once cannot wait for each other.
+
+Machine code holds no address of this process, so it can be kept in files: what threads share lies
+behind a name, and which kernel is meant is the first operand.
 """
 
 import ctypes
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import llvmlite.binding
+import numba
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import carray, cfunc, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels_pallas.native import INTERFACE_VERSION
 
-INT32, INT64 = ir.IntType(32), ir.IntType(64)
+INT16, INT32, INT64 = (ir.IntType(bits) for bits in (16, 32, 64))
 
 # Offsets of the structs of c_api.h.
 _FRAME_EXTENSION, _FRAME_API, _FRAME_CONTEXT, _FRAME_ARGS, _FRAME_RESULTS = 8, 16, 24, 72, 112
@@ -27,13 +37,15 @@ _BUFFER_DATA, _BUFFER_DIMS = 24, 40
 _METADATA, _METADATA_MAJOR, _METADATA_MINOR, _IS_METADATA = 24, 24, 28, 1
 _API_SCHEDULE, _API_NUM_THREADS = 136, 144
 
-# A slot is what the threads share of one call. Words of 8 bytes.
-_NUM_SLOTS, _SLOT_WORDS = 64, 16
+# What the threads share, in words of 8 bytes: addresses of functions; then slots, one a call.
+_TARGET, _SHARED = "jaxmm_native", "jaxmm_native_shared"
+_MAX_KERNELS, _NUM_SLOTS, _SLOT_WORDS = 8, 64, 16
+_WORK, _HELPER, _KERNELS, _SLOTS = 0, 8, 16, 16 + 16 * _MAX_KERNELS
 _TURN = 0  # the slot's use << 16, and how many helpers are at work on it
-_TAKEN, _NEXT, _TOTAL, _FRAME, _CALL = 8, 16, 24, 32, 64
+_TAKEN, _NEXT, _TOTAL, _FRAME, _PIECE, _CALL = 8, 16, 24, 32, 40, 64
 
 _kept: list[Any] = []
-"""Machine code and slots that XLA has the addresses of."""
+"""Machine code and memory that XLA has the addresses of."""
 
 
 def _unary(build: Callable[[ir.IRBuilder, Any], Any]) -> Any:
@@ -54,6 +66,7 @@ def _word_at(builder: ir.IRBuilder, address: Any) -> Any:
 
 
 load = _unary(lambda b, a: b.load_atomic(_word_at(b, a), "seq_cst", 8))
+load_uint16 = _unary(lambda b, a: b.zext(b.load(b.inttoptr(a, INT16.as_pointer())), INT64))
 load_int32 = _unary(lambda b, a: b.sext(b.load(b.inttoptr(a, INT32.as_pointer())), INT64))
 
 
@@ -103,6 +116,20 @@ def exchange_if(_: Any, __: Any, ___: Any, ____: Any) -> Any:
 
 
 @intrinsic
+def prefetch(_: Any, __: Any) -> Any:
+    """Ask for the line at an address to be in the second-level cache; any address will do."""
+
+    def code(context: Any, builder: ir.IRBuilder, _: Any, args: Any) -> Any:
+        where = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [where.type, *[INT32] * 3])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [where, *(ir.Constant(INT32, n) for n in (0, 2, 1))])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), code
+
+
+@intrinsic
 def call(_: Any, __: Any, ___: Any) -> Any:
     """Call a C function of one address, by its own."""
 
@@ -113,10 +140,66 @@ def call(_: Any, __: Any, ___: Any) -> Any:
     return types.intp(types.intp, types.intp), code
 
 
+@intrinsic
+def _call_with_two(_: Any, __: Any, ___: Any, ____: Any) -> Any:
+    def code(_: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
+        signature = ir.FunctionType(INT64, [INT64, INT64])
+        return builder.call(builder.inttoptr(args[0], signature.as_pointer()), args[1:])
+
+    return types.intp(types.intp, types.intp, types.intp), code
+
+
+@intrinsic
+def _shared(_: Any) -> Any:
+    """Address of what the threads share."""
+
+    def code(_: Any, builder: ir.IRBuilder, __: Any, ___: Any) -> Any:
+        module = builder.module
+        known = module.globals.get(_SHARED)
+        return builder.ptrtoint(known or ir.GlobalVariable(module, INT64, _SHARED), INT64)
+
+    return types.intp(), code
+
+
+def _pointer_to(item: Any, kind: ir.Type) -> Any:
+    """An intrinsic of an address to a pointer."""
+
+    @intrinsic
+    def function(_: Any, __: Any) -> Any:
+        def code(_: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], kind.as_pointer())
+
+        return types.CPointer(item)(types.intp), code
+
+    return function
+
+
+_float_pointer = _pointer_to(types.float32, ir.FloatType())
+_int32_pointer = _pointer_to(types.int32, INT32)
+
+
+@njit
+def floats(address: int, shape: Any) -> Any:
+    """A numpy array of float32 at an address."""
+    return carray(_float_pointer(address), shape)
+
+
+@njit
+def strided_floats(address: int, shape: tuple[int, int], stride: int) -> Any:
+    """The same, of rows that lie `stride` numbers apart."""
+    return carray(_float_pointer(address), (shape[0], stride))[:, : shape[1]]
+
+
+@njit
+def int32s(address: int, length: int) -> Any:
+    """A numpy array of int32 at an address."""
+    return carray(_int32_pointer(address), length)
+
+
 @njit
 def argument(frame: int, index: int) -> int:
-    """Address of an argument's buffer struct."""
-    return load(load(frame + _FRAME_ARGS) + 8 * index)
+    """Address of an operand's buffer struct."""
+    return load(load(frame + _FRAME_ARGS) + 8 * (index + 1))  # the first names the kernel
 
 
 @njit
@@ -137,87 +220,153 @@ def dim(buffer: int, axis: int) -> int:
     return load(load(buffer + _BUFFER_DIMS) + 8 * axis)
 
 
-def register(name: str, count_pieces: Any, do_piece: Any) -> None:
-    """Compile a kernel, and make it known to XLA under a name; for `jax.ffi.ffi_call`.
+@njit
+def number(frame: int, index: int) -> int:
+    """An operand that is one int32."""
+    return load_int32(data(argument(frame, index)))
+
+
+def run_kernel(
+    kernel: int, shape: tuple[int, ...], *operands: Any, filled: jax.Array | None = None
+) -> jax.Array:
+    """A kernel's result, float32 of a shape (traced).
 
     Args:
-        count_pieces: `njit` function of the frame's address.
-        do_piece: `njit` function of the frame's address and a piece's number. Pieces run in any
-            order and at once.
+        kernel: Its number, one of those that were registered.
+        operands: What it reads.
+        filled: What the result is before it runs; None: anything.
     """
-    slots = np.zeros((_NUM_SLOTS, _SLOT_WORDS), np.int64)
-    first_slot, slot_bytes = slots.ctypes.data, slots.strides[0]
+    aliases = {}
+    if filled is not None:
+        aliases, operands = {len(operands) + 1: 0}, (*operands, filled)
+    run = jax.ffi.ffi_call(
+        _TARGET, jax.ShapeDtypeStruct(shape, jnp.float32), input_output_aliases=aliases
+    )
+    out: jax.Array = run(jnp.int32(kernel), *operands)
+    return out
 
-    @cfunc(types.intp(types.intp))
-    def take_pieces(slot: int) -> int:
-        frame, total = load(slot + _FRAME), load(slot + _TOTAL)
+
+def _take_pieces(slot: int) -> int:
+    frame, total, do_piece = load(slot + _FRAME), load(slot + _TOTAL), load(slot + _PIECE)
+    piece = fetch_add(slot + _NEXT, 1)
+    while piece < total:
+        _call_with_two(do_piece, frame, piece)
         piece = fetch_add(slot + _NEXT, 1)
-        while piece < total:
-            do_piece(frame, piece)
-            piece = fetch_add(slot + _NEXT, 1)
-        return 0
+    return 0
 
-    work = take_pieces.address  # not inlined: it is compiled once
 
-    @cfunc(types.void(types.intp))
-    def help_with(ticket: int) -> None:
-        slot, turn = first_slot + (ticket % _NUM_SLOTS) * slot_bytes, ticket // _NUM_SLOTS
+def _help_with(ticket: int) -> int:
+    slot, turn = _slot(ticket % _NUM_SLOTS), ticket // _NUM_SLOTS
+    state = load(slot + _TURN)
+    while not (state >> 16 == turn and exchange_if(slot + _TURN, state, state + 1)):
+        if state >> 16 != turn:
+            return 0  # it was done without this thread
         state = load(slot + _TURN)
-        while not (state >> 16 == turn and exchange_if(slot + _TURN, state, state + 1)):
-            if state >> 16 != turn:
-                return  # it was done without this thread
-            state = load(slot + _TURN)
-        call(work, slot)
-        fetch_add(slot + _TURN, -1)
+    call(load(_shared() + _WORK), slot)
+    fetch_add(slot + _TURN, -1)
+    return 0
 
-    helper = help_with.address
 
-    @njit
-    def ask_for_help(frame: int, slot: int, ticket: int, total: int) -> None:
-        api, args = load(frame + _FRAME_API), slot + _CALL
-        store(args, 24 + 8)
-        store(args + 8, 0)
-        store(args + 16, load(frame + _FRAME_CONTEXT))
-        store(args + 24, slot + _CALL + 48)
-        if call(load(api + _API_NUM_THREADS), args) != 0:
+@njit
+def _slot(index: int) -> int:
+    return _shared() + _SLOTS + 8 * _SLOT_WORDS * index
+
+
+@njit
+def _ask_for_help(frame: int, slot: int, ticket: int, total: int) -> None:
+    api, args = load(frame + _FRAME_API), slot + _CALL
+    store(args, 24 + 8)
+    store(args + 8, 0)
+    store(args + 16, load(frame + _FRAME_CONTEXT))
+    store(args + 24, slot + _CALL + 48)
+    if call(load(api + _API_NUM_THREADS), args) != 0:
+        return
+    num_threads = load(slot + _CALL + 48)
+    store(args, 24 + 16)
+    store(args + 24, load(_shared() + _HELPER))
+    store(args + 32, ticket)
+    for _ in range(min(num_threads, total) - 1):
+        if call(load(api + _API_SCHEDULE), args) != 0:
             return
-        num_threads = load(slot + _CALL + 48)
-        store(args, 24 + 16)
-        store(args + 24, helper)
-        store(args + 32, ticket)
-        for _ in range(min(num_threads, total) - 1):
-            if call(load(api + _API_SCHEDULE), args) != 0:
-                return
 
-    @njit
-    def run(frame: int) -> None:
-        total, index = count_pieces(frame), 0
-        while not exchange_if(first_slot + index * slot_bytes + _TAKEN, 0, 1):
-            index = (index + 1) % _NUM_SLOTS
-        slot = first_slot + index * slot_bytes
-        turn = load(slot + _TURN) >> 16
-        store(slot + _FRAME, frame)
-        store(slot + _TOTAL, total)
-        store(slot + _NEXT, 0)
-        ask_for_help(frame, slot, turn * _NUM_SLOTS + index, total)
-        call(work, slot)
-        while not exchange_if(slot + _TURN, turn << 16, (turn + 1) << 16):
-            pass  # a helper is at its last piece
-        store(slot + _TAKEN, 0)
 
-    @cfunc(types.intp(types.intp))
-    def handler(frame: int) -> int:
-        extension = load(frame + _FRAME_EXTENSION)
-        if extension != 0 and load_int32(extension + 8) == _IS_METADATA:
-            metadata = load(extension + _METADATA)
-            store_int32(metadata + _METADATA_MAJOR, INTERFACE_VERSION[0])
-            store_int32(metadata + _METADATA_MINOR, INTERFACE_VERSION[1])
-            return 0
-        run(frame)
+@njit
+def _run(frame: int) -> None:
+    kernel = _shared() + _KERNELS + 16 * number(frame, -1)
+    total, index = call(load(kernel), frame), 0
+    while not exchange_if(_slot(index) + _TAKEN, 0, 1):
+        index = (index + 1) % _NUM_SLOTS
+    slot = _slot(index)
+    turn = load(slot + _TURN) >> 16
+    store(slot + _FRAME, frame)
+    store(slot + _PIECE, load(kernel + 8))
+    store(slot + _TOTAL, total)
+    store(slot + _NEXT, 0)
+    _ask_for_help(frame, slot, turn * _NUM_SLOTS + index, total)
+    call(load(_shared() + _WORK), slot)
+    while not exchange_if(slot + _TURN, turn << 16, (turn + 1) << 16):
+        pass  # a helper is at its last piece
+    store(slot + _TAKEN, 0)
+
+
+def _handle(frame: int) -> int:
+    extension = load(frame + _FRAME_EXTENSION)
+    if extension != 0 and load_int32(extension + 8) == _IS_METADATA:
+        metadata = load(extension + _METADATA)
+        store_int32(metadata + _METADATA_MAJOR, INTERFACE_VERSION[0])
+        store_int32(metadata + _METADATA_MINOR, INTERFACE_VERSION[1])
         return 0
+    _run(frame)
+    return 0
 
-    _kept.extend((slots, take_pieces, help_with, handler))
+
+def register(
+    kernels: Mapping[int, tuple[Callable[[int], int], Callable[[int, int], int]]],
+    cache_dir: str = "",
+) -> None:
+    """Compile kernels, or read what was compiled, and make them known to XLA.
+
+    Args:
+        kernels: By number: a function of the frame's address that counts pieces; and one of that
+            address and a piece's number that does the piece and gives 0. Pieces run in any order
+            and at once. Both are plain functions of a module.
+        cache_dir: Where machine code is kept; empty: nowhere.
+    """
+    words = np.zeros(_SLOTS // 8 + _NUM_SLOTS * _SLOT_WORDS, np.int64)
+    llvmlite.binding.add_symbol(_SHARED, words.ctypes.data)
+    one, two = types.intp(types.intp), types.intp(types.intp, types.intp)
+    with _kept_in(cache_dir):
+        compile_one = cfunc(one, cache=bool(cache_dir))
+        compile_two = cfunc(two, cache=bool(cache_dir))
+        work, helper, handler = map(compile_one, (_take_pieces, _help_with, _handle))
+        made = {n: (compile_one(a), compile_two(b)) for n, (a, b) in kernels.items()}
+    words[_WORK // 8], words[_HELPER // 8] = work.address, helper.address
+    for index, pair in made.items():
+        words[_KERNELS // 8 + 2 * index :][:2] = [function.address for function in pair]
+    _kept.extend((words, work, helper, handler, made))
     new_capsule = ctypes.pythonapi.PyCapsule_New
     new_capsule.restype = ctypes.py_object
     new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    jax.ffi.register_ffi_target(name, new_capsule(handler.address, None, None), platform="cpu")
+    jax.ffi.register_ffi_target(_TARGET, new_capsule(handler.address, None, None), platform="cpu")
+
+
+@contextmanager
+def _kept_in(cache_dir: str) -> Iterator[None]:
+    """Let numba keep machine code in a directory of this version of the kernels.
+
+    numba knows a file by its own time alone, whatever it takes from others.
+    """
+    if not cache_dir:
+        yield
+        return
+    digest = hashlib.sha256(numba.__version__.encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    before, numba.config.CACHE_DIR = (
+        numba.config.CACHE_DIR,
+        str(Path(cache_dir).absolute() / f"native-{digest.hexdigest()[:16]}"),
+    )
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before

@@ -133,8 +133,8 @@ def write_and_attend(
         pages: One layer's pool, pages of `page_shape`; donated.
         plan: `plan_step` for the same implementation.
         window: Keys up to its own that a token sees at most; None: all.
-        implementation: "portable" for CPU and GPU, "native" for a CPU whose kernels for decodes are
-            registered (`kernels_pallas.native`), "pallas" for TPU, "reference" for tests.
+        implementation: "portable" for CPU and GPU, "native" for a CPU whose kernels are registered
+            (`kernels_pallas.native`), "pallas" for TPU, "reference" for tests.
 
     Returns:
         Attended values in q's dtype, finite for filler; and the pool.
@@ -265,8 +265,8 @@ def ragged_paged_attention(
         ragged: The step's sequences.
         latent: J is 1, and a row is key and value at once; None: keys and values, scaled by C^-0.5.
         window: Keys up to its own that a token sees at most, whatever it sees behind; None: all.
-        implementation: "portable" for CPU and GPU, "native" for a CPU whose kernels for decodes are
-            registered (`kernels_pallas.native`), "reference" for tests.
+        implementation: "portable" for CPU and GPU, "native" for a CPU whose kernels are registered
+            (`kernels_pallas.native`), "reference" for tests.
 
     Returns:
         Attended values in q's dtype, V channels (C but for `latent`); rows of no sequence hold
@@ -274,5 +274,26 @@ def ragged_paged_attention(
     """
     if implementation == "reference":
         return paged_attention_reference(q_THC, pages_PJSC, ragged, latent, window)
-    native = implementation == "native"
-    return paged_attention_portable(q_THC, pages_PJSC, ragged, latent, window, native=native)
+    if implementation == "native" and _native_takes(q_THC, pages_PJSC, latent):
+        from kernels_pallas.native.pages import attend_pages
+
+        return attend_pages(
+            q_THC,
+            pages_PJSC,
+            ragged.num_decodes,
+            ragged.num_sequences,
+            ragged.starts_B,
+            ragged.counts_B,
+            ragged.lengths_B,
+            ragged.tables_BQ,
+            ragged.seen_T,
+            window=window,
+        )
+    return paged_attention_portable(q_THC, pages_PJSC, ragged, latent, window)
+
+
+def _native_takes(q_THC: Array, pages_PJSC: Array, latent: Latent | None) -> bool:
+    from kernels_pallas.native import pages
+
+    floats = q_THC.dtype == pages_PJSC.dtype == jnp.float32
+    return floats and latent is None and pages.takes(q_THC.shape, pages_PJSC.shape)

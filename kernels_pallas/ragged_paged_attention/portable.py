@@ -35,10 +35,8 @@ def paged_attention_portable(
     ragged: "Ragged",
     latent: "Latent | None" = None,
     window: int | None = None,
-    *,
-    native: bool = False,
 ) -> Float[Array, "T H V"]:
-    """See `ragged_paged_attention`; `native`: decodes by the kernel of that name, if it can."""
+    """See `ragged_paged_attention`."""
     num_tokens, num_heads, channels = q_THC.shape
     num_kv = pages_PJSC.shape[1] if latent else pages_PJSC.shape[1] // 2
     q_TKGC = q_THC.reshape(num_tokens, num_kv, num_heads // num_kv, channels)
@@ -69,39 +67,10 @@ def paged_attention_portable(
         return out
 
     values = latent.value_channels if latent else channels
-    if native and _native_takes(q_THC, pages_PJSC, ragged, latent):
-        out_TKGV = _decode_native(q_THC, pages_PJSC, ragged, window).reshape(q_TKGC.shape)
-    else:
-        out_TKGV = jnp.zeros((*q_TKGC.shape[:3], values), q_TKGC.dtype)
-        out_TKGV = lax.fori_loop(0, ragged.num_decodes, decode, out_TKGV)
+    out_TKGV = jnp.zeros((*q_TKGC.shape[:3], values), q_TKGC.dtype)
+    out_TKGV = lax.fori_loop(0, ragged.num_decodes, decode, out_TKGV)
     out_TKGV = lax.fori_loop(ragged.num_decodes, ragged.num_sequences, extend, out_TKGV)
     return out_TKGV.reshape(num_tokens, num_heads, values)
-
-
-def _native_takes(
-    q_THC: Array, pages_PJSC: Array, ragged: "Ragged", latent: "Latent | None"
-) -> bool:
-    from kernels_pallas.native import decode
-
-    plain = latent is None and ragged.seen_T is None
-    floats = q_THC.dtype == pages_PJSC.dtype == jnp.float32
-    return plain and floats and decode.takes(q_THC.shape, pages_PJSC.shape)
-
-
-def _decode_native(
-    q_THC: Array, pages_PJSC: Array, ragged: "Ragged", window: int | None
-) -> Float[Array, "T H C"]:
-    from kernels_pallas.native import decode
-
-    return decode.attend_decodes(
-        q_THC,
-        pages_PJSC,
-        ragged.num_decodes,
-        ragged.starts_B,
-        ragged.lengths_B,
-        ragged.tables_BQ,
-        window=window,
-    )
 
 
 def _attend_tile(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int32
 
 from kernels_pallas.segment_attention import kernel, portable, reference, windows
 
-Implementation = Literal["portable", "pallas", "reference"]
+Implementation = Literal["portable", "native", "pallas", "reference"]
 
 
 def segment_attention(
@@ -29,8 +29,8 @@ def segment_attention(
         v_NHC: Values.
         segment_N: Segment of each patch, 0 to N - 1, or -1 for padding. Padding may stand
             anywhere; the others never fall from one patch to the next.
-        implementation: portable: blocks that follow the segments; pallas: the TPU kernel;
-            reference: an N x N array.
+        implementation: portable: blocks that follow the segments; native: the kernel for CPUs,
+            where it takes such heads; pallas: the TPU kernel; reference: an N x N array.
 
     Returns:
         In the dtype of the inputs, zeros for padding.
@@ -47,7 +47,9 @@ def segment_attention(
             k_HNC = jnp.moveaxis(k_NHC, 1, 0)
             out_NX = kernel.segment_attention(q_NX, k_HNC, v_NX, plan, tile=tile, block=block)
             return out_NX.reshape(q_NHC.shape)
-        case "portable":
+        case "native" if _native_takes(q_NHC):
+            return _native(q_NHC, k_NHC, v_NHC, segment_N, None)
+        case "portable" | "native":
             return portable.segment_attention(q_NHC, k_NHC, v_NHC, segment_N)
         case "reference":
             return reference.segment_attention(q_NHC, k_NHC, v_NHC, segment_N)
@@ -70,8 +72,7 @@ def window_attention(
         v_NHC: Values.
         window_N: Window of each patch, 0 to N - 1, or -1 for padding; a number means one window
             only within a block of `block` patches, and no window crosses such a block.
-        implementation: portable: one block at a time; pallas: the TPU kernel; reference: an N x N
-            array.
+        implementation: portable: one block at a time; the others as in `segment_attention`.
         block: Patches of a block; N is a multiple of it.
 
     Returns:
@@ -91,10 +92,24 @@ def window_attention(
             q_NX, k_NX, v_NX = (x_NHC.reshape(num, -1) for x_NHC in (_scaled(q_NHC), k_NHC, v_NHC))
             out_NX = windows.window_attention(q_NX, k_NX, v_NX, window_N, channels=channels)
             return out_NX.reshape(q_NHC.shape)
-        case "portable":
+        case "native" if _native_takes(q_NHC):
+            return _native(q_NHC, k_NHC, v_NHC, window_N, block)
+        case "portable" | "native":
             return portable.window_attention(q_NHC, k_NHC, v_NHC, window_N, block)
         case "reference":
             return reference.window_attention(q_NHC, k_NHC, v_NHC, window_N, block)
+
+
+def _native_takes(q_NHC: Array) -> bool:
+    from kernels_pallas.native import patches
+
+    return q_NHC.dtype == jnp.float32 and patches.takes(q_NHC.shape)
+
+
+def _native(q_NHC: Array, k_NHC: Array, v_NHC: Array, id_N: Array, block: int | None) -> Array:
+    from kernels_pallas.native import patches
+
+    return patches.attend_patches(q_NHC, k_NHC, v_NHC, id_N, block=block)
 
 
 def _scaled(q_NHC: Float[Array, "N H C"]) -> Float[Array, "N H C"]:

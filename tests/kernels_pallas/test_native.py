@@ -10,6 +10,7 @@ import pytest
 
 from kernels_pallas import native
 from kernels_pallas.ragged_paged_attention import Ragged, ragged_paged_attention
+from tests.engines import cache_dir
 
 pytestmark = pytest.mark.skipif(not native.there(), reason="no numba, or another jaxlib")
 
@@ -18,7 +19,7 @@ KV_HEADS, PAGE, CHANNELS, NUM_PAGES = 2, 8, 32, 64
 
 @pytest.fixture(autouse=True, scope="module")
 def registered() -> None:
-    native.register()
+    native.register(cache_dir())
 
 
 def product(num_rows: int, width: int, depth: int, seed: int = 0):

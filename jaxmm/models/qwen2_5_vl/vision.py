@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxmm.device.lane import Lane
 from jaxmm.device.lane_attention import attend_windows
-from jaxmm.device.linear import linear, summed_linear
+from jaxmm.device.linear import gated_linear, summed_linear
 from jaxmm.device.norms import rms_norm
 from jaxmm.device.rope import Rope
 from jaxmm.models.config import VisionConfig
@@ -94,11 +94,7 @@ class _Layer(nnx.Module):
         attended_NO = attend(fused_heads(normed_NE, self.qkv_3OE[...], self.qkv_3O[...]))
         x_NE = x_NE + summed_linear(attended_NO, self.out_EO[...], self.out_E[...], self.axis)
         normed_NE = rms_norm(x_NE, self.mlp_norm_E[...], NORM_EPS)
-        # two products: halves of one that do not begin at a multiple of 128 are copied
-        gate_NF, up_NF = (
-            linear(normed_NE, self.gate_up_2FE[i], self.gate_up_2F[i]) for i in range(2)
-        )
-        gated_NF = jax.nn.silu(gate_NF) * up_NF
+        gated_NF = gated_linear(normed_NE, self.gate_up_2FE[...], self.gate_up_2F[...])
         return x_NE + summed_linear(gated_NF, self.down_EF[...], self.down_E[...], self.axis)
 
 

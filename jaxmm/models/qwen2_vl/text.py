@@ -9,7 +9,7 @@ from jaxtyping import Float, Int32
 
 from jaxmm.device.image_rows import ImageRows
 from jaxmm.device.kv import KVPages, PagedAttention
-from jaxmm.device.linear import linear
+from jaxmm.device.linear import gated_linear, linear
 from jaxmm.device.norms import rms_norm
 from jaxmm.device.rope import Rope
 from jaxmm.models.config import TextConfig
@@ -105,8 +105,7 @@ def gated_mlp(
     x_TD: Float[Array, "T D"], gate_up_2FD: Float[Array, "2 F D"], down_DF: Float[Array, "D F"]
 ) -> Float[Array, "T D"]:
     """SwiGLU (arXiv:2002.05202)."""
-    gate_up_T2F = linear(x_TD, gate_up_2FD)
-    return linear(jax.nn.silu(gate_up_T2F[:, 0]) * gate_up_T2F[:, 1], down_DF)
+    return linear(gated_linear(x_TD, gate_up_2FD), down_DF)
 
 
 def mrope_angles(positions_AT: Int32[Array, "3 T"], config: TextConfig) -> Float[Array, "T X"]:

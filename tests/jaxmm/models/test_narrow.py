@@ -1,6 +1,4 @@
-"""The decoder's weights in bfloat16 beside float32: the same numbers, so the same answers."""
-
-from functools import partial
+"""Weights in bfloat16 where steps are in float32: the same numbers, so the same answers."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,15 @@ from jaxmm.config import EngineConfig, load_config
 from jaxmm.device.linear import MAX_WIDENED, linear
 from jaxmm.engine import Engine
 from jaxmm.models import read_config
-from jaxmm.models.twin import make_twin, of_step, text_is_bfloat16, twin_shapes
+from jaxmm.models.loading import load_params, param_shapes
+from jaxmm.models.narrow import (
+    as_bits,
+    bits_shapes,
+    is_bfloat16,
+    make_twin,
+    of_step,
+    twin_shapes,
+)
 from jaxmm.sizes import has_room_for_twin, settle_sizes
 from kernels_pallas import native
 from tests.checkpoints import checkpoint
@@ -47,7 +53,8 @@ def test_matrix_with_rows_too_long_to_be_widened_meanwhile_is_shared() -> None:
 def test_only_files_in_bfloat16_have_one() -> None:
     for dtype, expected in (("bfloat16", True), ("float32", False)):
         directory = checkpoint("qwen2_5_vl", dtype=dtype)
-        assert text_is_bfloat16(directory, read_config(directory)) is expected
+        assert is_bfloat16(directory, read_config(directory)) is expected
+        assert is_bfloat16(directory, read_config(directory), part="text") is expected
 
 
 def test_memory_decides() -> None:
@@ -90,24 +97,39 @@ def test_answers_are_those_of_transformers_in_float32(kernels: str) -> None:
         np.testing.assert_allclose(logprobs(result), chosen, rtol=1e-3, atol=1e-3)
 
 
-def test_with_kernels_for_few_rows_what_only_they_read_is_bits() -> None:
-    halves = jnp.array([[1.5, -2.0]])  # 0x3FC0, 0xC000
-    params = {"layers": {"w": halves, "b": halves[0]}, "embed_VD": halves, "norm_D": halves[0]}
-    twin = make_twin(params, native=True)
-    np.testing.assert_array_equal(twin["layers"]["w"], np.array([[0x3FC0, 0xC000]], np.uint16))
-    assert twin["embed_VD"].dtype == jnp.bfloat16
-    assert twin["layers"]["b"] is params["layers"]["b"]
-    shapes = twin_shapes(params, native=True)
-    assert jax.tree.map(lambda x: x.dtype, shapes) == jax.tree.map(lambda x: x.dtype, twin)
+def test_what_only_the_kernels_read_is_bits() -> None:
+    halves = np.array([[1.5, -2.0]], np.float32)  # 0x3FC0, 0xC000
+    bits = as_bits(("text", "layers", 0, "qkv_OD"), halves)
+    np.testing.assert_array_equal(bits, np.array([[0x3FC0, 0xC000]], np.uint16))
+    embed = as_bits(("text", "embed_VD"), halves)
+    assert embed.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(embed.astype(np.float32), halves)
+    for path in (("vision", "patch_EU"), ("vision", "positions_XE"), ("vision", "row_ED")):
+        assert as_bits(path, halves) is halves
+    assert as_bits(("vision", "layers", 0, "qkv_3O"), halves) is halves
 
 
-def test_each_step_takes_what_it_is_quickest_with() -> None:
-    params = {"layers": "wide", "embed_VD": "wide", "norm_D": "wide"}
-    twin = {"layers": "bits", "embed_VD": "narrow", "norm_D": "wide"}
-    few = partial(of_step, params, twin)
-    assert few(1, native=False) is twin
-    assert few(2, native=False) is params
-    assert few(16, native=True) is twin
-    # a large step samples few rows: they meet the head in bfloat16
-    assert few(32, native=True) == {"layers": "wide", "embed_VD": "narrow", "norm_D": "wide"}
-    assert of_step(params, None, 1, native=True) is params
+def test_shapes_are_those_of_what_is_loaded() -> None:
+    directory = checkpoint("qwen2_5_vl", dtype="bfloat16")
+    config = read_config(directory)
+    loaded = load_params(directory, config, np.float32, as_bits)
+    shapes = bits_shapes(param_shapes(config, np.float32))
+    loaded, shapes = jax.tree.map(lambda x: (x.shape, np.dtype(x.dtype)), (loaded, shapes))
+    assert loaded == shapes
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_no_matrix_of_a_layer_is_left_in_float32(family: str) -> None:
+    """Its family would be slow, and nobody the wiser."""
+    shapes = bits_shapes(param_shapes(read_config(checkpoint(family)), np.float32))
+    for path, x in jax.tree.leaves_with_path(shapes):
+        is_bias = path[-1].key in ("qkv_3O", "gate_up_2F")
+        if len(x.shape) > 1 and path[1].key == "layers":
+            assert x.dtype == (np.float32 if is_bias else np.uint16), path
+
+
+def test_without_kernels_one_token_alone_takes_the_twin() -> None:
+    params, twin = {"layers": "wide"}, {"layers": "narrow"}
+    assert of_step(params, twin, 1) is twin
+    assert of_step(params, twin, 2) is params
+    assert of_step(params, None, 1) is params
