@@ -2,13 +2,14 @@
 
 from typing import Literal
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
 from kernels_pallas.kv_update.portable import kv_update_portable
 from kernels_pallas.kv_update.reference import kv_update_reference
 
-Implementation = Literal["portable", "reference"]
+Implementation = Literal["portable", "native", "reference"]
 
 
 def kv_update(
@@ -26,8 +27,13 @@ def kv_update(
         kv_TJC: New keys and values in the pages' dtype.
         slot_T: page * page_size + place in the page, for each token.
         num_tokens: Tokens to write; the rest of T is filler.
-        implementation: "portable" for CPU and GPU, "reference" for tests.
+        implementation: "portable" for CPU and GPU, "native" for a CPU whose kernels are registered
+            (`kernels_pallas.native`; float32 alone, else as "portable"), "reference" for tests.
     """
+    if implementation == "native" and pages_PJSC.dtype == jnp.float32:
+        from kernels_pallas.native.slots import write_slots
+
+        return write_slots(pages_PJSC, kv_TJC, slot_T, num_tokens)
     if implementation == "reference":
         return kv_update_reference(pages_PJSC, kv_TJC, slot_T, num_tokens)
     return kv_update_portable(pages_PJSC, kv_TJC, slot_T, num_tokens)

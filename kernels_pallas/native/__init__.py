@@ -16,7 +16,7 @@ VECTOR = 16
 INTERFACE_VERSION = 0, 3
 """The one whose structs `ffi` reads: XLA_FFI_API_MAJOR and _MINOR."""
 
-FEW_ROWS, MANY_ROWS, GATED_ROWS, PAGES, PATCHES = range(5)
+FEW_ROWS, MANY_ROWS, GATED_ROWS, PAGES, PATCHES, SLOTS = range(6)
 """Numbers of the kernels; executables hold them."""
 
 _registering = threading.Lock()
@@ -58,9 +58,9 @@ def register(cache_dir: str = "") -> None:
 
 
 def _register(cache_dir: str) -> None:
-    from kernels_pallas.native import few_rows, ffi, many_rows, pages, patches
+    from kernels_pallas.native import few_rows, ffi, many_rows, pages, patches, slots
 
-    modules = few_rows, many_rows, pages, patches
+    modules = few_rows, many_rows, pages, patches, slots
     ffi.register({n: pair for m in modules for n, pair in m.KERNELS.items()}, cache_dir)
 
 

@@ -185,12 +185,6 @@ def floats(address: int, shape: Any) -> Any:
 
 
 @njit
-def strided_floats(address: int, shape: tuple[int, int], stride: int) -> Any:
-    """The same, of rows that lie `stride` numbers apart."""
-    return carray(_float_pointer(address), (shape[0], stride))[:, : shape[1]]
-
-
-@njit
 def int32s(address: int, length: int) -> Any:
     """A numpy array of int32 at an address."""
     return carray(_int32_pointer(address), length)

@@ -8,7 +8,7 @@ products are the same one: keys by queries, and turned values by weights.
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int32
+from jaxtyping import Float32
 from numba import njit
 
 from kernels_pallas.native import VECTOR, ffi
@@ -24,9 +24,9 @@ to be there, and finite."""
 
 _LINE = 16  # float32
 _VECTORS = LANES // VECTOR
+_ROW_BYTES = 4 * LANES
 _NEVER = np.float32(-1e30)
 _LOG2_E = np.float32(np.log2(np.e))
-_TOP, _TOTAL, _ZEROS, _HIGHEST, _SHRINK, _UNUSED = range(6)
 
 _four = multiply_tile(STEP, _VECTORS)
 _weigh = weigh_tile(_VECTORS)
@@ -34,140 +34,208 @@ _turn = transpose_tile(widen=False)
 
 
 class State(NamedTuple):
-    """Scratch of a piece of work, some queries and what they have seen. C is whole vectors."""
+    """Scratch of a piece of work: some queries, and what they have seen.
 
-    rows_XC: Float[np.ndarray, "X C"]
-    """Queries, before `begin`; results, after `finish`."""
-    q_CX: Float[np.ndarray, "C X"]
-    score_JX: Float[np.ndarray, "J X"]
-    out_CX: Float[np.ndarray, "C X"]
-    value_JC: Float[np.ndarray, "J C"]
-    of_lane_6X: Float[np.ndarray, "6 X"]
-    """The highest score, in powers of two; the sum of weights; zeros; and room for three more."""
-    first_X: Int32[np.ndarray, " X"]
-    """The first key that each query sees, for `hide_outside`."""
-    last_X: Int32[np.ndarray, " X"]
-    """The last one."""
+    All but the first two are addresses of float32 in it. X counts lanes, J keys of a tile; C is
+    whole vectors here.
+    """
+
+    memory: Float32[np.ndarray, " Y"]
+    channels: int
+    rows: int
+    """[X, C]: queries, before `begin`; results, after `finish`."""
+    queries: int
+    """[C, X]"""
+    scores: int
+    """[J, X]"""
+    sums: int
+    """[C, X]: values by their weights."""
+    values: int
+    """[J, channels]"""
+    top: int
+    """[X]: the highest score, as an exponent of two."""
+    total: int
+    """[X]: of the weights."""
+    zeros: int
+    """[X]"""
+    highest: int
+    """[X]: the highest score with the tile's."""
+    shrink: int
+    """[X]: by how much older weights fall."""
+    unused: int
+    """[X]"""
+    seen: int
+    """int32[2, X]: the first and the last key that each query sees, for `hide_outside`."""
 
 
 @njit
 def new_state(channels: int) -> State:
     """Scratch for heads of so many channels."""
-    rounded = (channels + VECTOR - 1) // VECTOR * VECTOR
+    size = LANES * _in_vectors(channels)
+    memory = np.zeros(3 * size + KEYS * (LANES + channels) + 8 * LANES, np.float32)
+    rows = memory.ctypes.data
+    queries, sums, scores = rows + 4 * size, rows + 8 * size, rows + 12 * size
+    values = scores + KEYS * _ROW_BYTES
+    top = values + 4 * KEYS * channels
+    total, zeros, highest = top + _ROW_BYTES, top + 2 * _ROW_BYTES, top + 3 * _ROW_BYTES
+    shrink, unused, seen = top + 4 * _ROW_BYTES, top + 5 * _ROW_BYTES, top + 6 * _ROW_BYTES
     return State(
-        np.zeros((LANES, rounded), np.float32),
-        np.empty((rounded, LANES), np.float32),
-        np.empty((KEYS, LANES), np.float32),
-        np.empty((rounded, LANES), np.float32),
-        np.empty((KEYS, channels), np.float32),
-        np.zeros((6, LANES), np.float32),
-        np.zeros(LANES, np.int32),
-        np.zeros(LANES, np.int32),
-    )
-
-
-@njit(error_model="numpy")
-def begin(state: State, channels: int) -> None:
-    """Take queries that are not scaled."""
-    scale = _LOG2_E / np.sqrt(np.float32(channels))
-    for c in range(0, state.rows_XC.shape[1], VECTOR):
-        for x in range(0, LANES, VECTOR):
-            source = state.rows_XC[x:, c:].ctypes.data
-            _turn(source, state.rows_XC.shape[1], state.q_CX[c:, x:].ctypes.data, LANES)
-    for c in range(channels):
-        for x in range(LANES):
-            state.q_CX[c, x] *= scale
-            state.out_CX[c, x] = np.float32(0.0)
-    for x in range(LANES):
-        state.of_lane_6X[_TOP, x], state.of_lane_6X[_TOTAL, x] = _NEVER, np.float32(0.0)
+        memory, channels, rows, queries, scores, sums, values, top, total, zeros, highest, shrink,
+        unused, seen,
+    )  # fmt: skip
 
 
 @njit
-def score(state: State, channels: int, keys: int, stride: int, num_keys: int) -> None:
+def put(state: State, lane: int, source: int) -> None:
+    """Read a query."""
+    _copy(source, state.rows + 4 * lane * _in_vectors(state.channels), state.channels)
+
+
+@njit
+def take(state: State, lane: int, target: int) -> None:
+    """Write a result."""
+    _copy(state.rows + 4 * lane * _in_vectors(state.channels), target, state.channels)
+
+
+@njit
+def seen(state: State) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the last key that each query sees, int32[X] each."""
+    return ffi.int32s(state.seen, LANES), ffi.int32s(state.seen + _ROW_BYTES, LANES)
+
+
+@njit(error_model="numpy")
+def begin(state: State) -> None:
+    """Take queries that are not scaled."""
+    width = _in_vectors(state.channels)
+    for c in range(0, width, VECTOR):
+        for x in range(0, LANES, VECTOR):
+            source = state.rows + 4 * (x * width + c)
+            _turn(source, width, state.queries + 4 * (c * LANES + x), LANES)
+    scale = _LOG2_E / np.sqrt(np.float32(state.channels))
+    queries = ffi.floats(state.queries, state.channels * LANES)
+    for i in range(len(queries)):
+        queries[i] *= scale
+    _fill(state.sums, state.channels * LANES, np.float32(0.0))
+    _fill(state.top, LANES, _NEVER)
+    _fill(state.total, LANES, np.float32(0.0))
+
+
+@njit
+def score(state: State, keys: int, stride: int, num_keys: int) -> None:
     """Score some keys, at most `KEYS`, that lie `stride` numbers apart."""
-    q, scores, zeros = _address(state.q_CX), _address(state.score_JX), _lane(state, _ZEROS)
     for j in range(0, num_keys, STEP):
-        row, out = keys + 4 * j * stride, scores + 4 * j * LANES
-        _four(row, stride, 1, q, LANES, zeros, 0, out, LANES, channels)
+        source, out = keys + 4 * j * stride, state.scores + j * _ROW_BYTES
+        _four(source, stride, 1, state.queries, LANES, state.zeros, 0, out, LANES, state.channels)
     for j in range(num_keys, _in_steps(num_keys)):
         hide(state, j)
 
 
 @njit
-def fetch(channels: int, rows: int, stride: int, num_keys: int) -> None:
+def fetch(state: State, rows: int, stride: int, num_keys: int) -> None:
     """Bring what is read next nearer: rows far apart are not foreseen by the processor."""
     for j in range(num_keys):
-        for c in range(0, channels, _LINE):
+        for c in range(0, state.channels, _LINE):
             ffi.prefetch(rows + 4 * (j * stride + c))
 
 
 @njit
 def hide(state: State, key: int) -> None:
     """Let no query see a key of the tile."""
-    for x in range(LANES):
-        state.score_JX[key, x] = _NEVER
+    _fill(state.scores + key * _ROW_BYTES, LANES, _NEVER)
 
 
 @njit(fastmath=True)
 def hide_outside(state: State, first_key: int, num_keys: int) -> None:
     """Let each query see its first key, its last and those between."""
+    first_X, last_X = seen(state)
     inside = True
     for x in range(LANES):
-        inside &= state.first_X[x] <= first_key
-        inside &= state.last_X[x] >= first_key + num_keys - 1
+        inside &= first_X[x] <= first_key and last_X[x] >= first_key + num_keys - 1
     if inside:
         return
     for j in range(num_keys):
         key = np.int32(first_key + j)
+        scores = ffi.floats(state.scores + j * _ROW_BYTES, LANES)
         for x in range(LANES):
-            if key < state.first_X[x] or key > state.last_X[x]:
-                state.score_JX[j, x] = _NEVER
+            if key < first_X[x] or key > last_X[x]:
+                scores[x] = _NEVER
 
 
-@njit(fastmath=True, error_model="numpy")
-def add(state: State, channels: int, values: int, stride: int, num_keys: int) -> None:
+@njit
+def add(state: State, values: int, stride: int, num_keys: int) -> None:
     """Add the values of the keys that were scored."""
-    lane, score_JX = state.of_lane_6X, state.score_JX
-    rounded, rises = _in_steps(num_keys), False
-    lane[_HIGHEST, :] = lane[_TOP]
-    for j in range(rounded):
-        for x in range(LANES):
-            lane[_HIGHEST, x] = max(lane[_HIGHEST, x], score_JX[j, x])
-    for x in range(LANES):
-        rises |= lane[_HIGHEST, x] > lane[_TOP, x]
-    if rises:
-        lane[_SHRINK, :] = lane[_TOP]
-        _weigh(_lane(state, _SHRINK), _lane(state, _HIGHEST), _lane(state, _UNUSED), 1)
-        for x in range(LANES):
-            lane[_TOTAL, x] *= lane[_SHRINK, x]
-            lane[_TOP, x] = lane[_HIGHEST, x]
-        for c in range(channels):
-            for x in range(LANES):
-                state.out_CX[c, x] *= lane[_SHRINK, x]
-    if stride != channels:
+    count = _in_steps(num_keys)
+    if _find_highest(state, count):
+        _shrink(state)
+    _weigh(state.scores, state.top, state.total, count)
+    if stride != state.channels:
         # rows far apart share few places of the first-level cache, and each is read C / 4 times
-        value_JC = ffi.strided_floats(values, (rounded, channels), stride)
-        for j in range(rounded):
-            for c in range(channels):
-                state.value_JC[j, c] = value_JC[j, c]
-        values = _address(state.value_JC)
-    scores, out = _address(score_JX), _address(state.out_CX)
-    _weigh(scores, _lane(state, _TOP), _lane(state, _TOTAL), rounded)
-    for c in range(0, channels, STEP):
-        sums = out + 4 * c * LANES
-        _four(values + 4 * c, 1, channels, scores, LANES, sums, LANES, sums, LANES, rounded)
+        for j in range(count):
+            _copy(values + 4 * j * stride, state.values + 4 * j * state.channels, state.channels)
+        values = state.values
+    for c in range(0, state.channels, STEP):
+        sums = state.sums + c * _ROW_BYTES
+        source = values + 4 * c
+        _four(source, 1, state.channels, state.scores, LANES, sums, LANES, sums, LANES, count)
 
 
 @njit(fastmath=True, error_model="numpy")
-def finish(state: State, channels: int) -> None:
-    """Leave the results in `rows_XC`."""
-    for c in range(channels):
+def finish(state: State) -> None:
+    """Leave the results in the rows; zeros for who has seen nothing."""
+    width, total = _in_vectors(state.channels), ffi.floats(state.total, LANES)
+    for c in range(state.channels):
+        sums = ffi.floats(state.sums + c * _ROW_BYTES, LANES)
         for x in range(LANES):
-            state.out_CX[c, x] /= state.of_lane_6X[_TOTAL, x]
-    for c in range(0, state.rows_XC.shape[1], VECTOR):
+            sums[x] = sums[x] / total[x] if total[x] > 0 else np.float32(0.0)
+    for c in range(0, width, VECTOR):
         for x in range(0, LANES, VECTOR):
-            target = state.rows_XC[x:, c:].ctypes.data
-            _turn(state.out_CX[c:, x:].ctypes.data, LANES, target, state.rows_XC.shape[1])
+            source = state.sums + 4 * (c * LANES + x)
+            _turn(source, LANES, state.rows + 4 * (x * width + c), width)
+
+
+@njit(fastmath=True)
+def _find_highest(state: State, num_keys: int) -> bool:
+    """Whether any score is above the highest before; and the highest of all."""
+    top, highest = ffi.floats(state.top, LANES), ffi.floats(state.highest, LANES)
+    for x in range(LANES):
+        highest[x] = top[x]
+    for j in range(num_keys):
+        scores = ffi.floats(state.scores + j * _ROW_BYTES, LANES)
+        for x in range(LANES):
+            highest[x] = max(highest[x], scores[x])
+    rises = False
+    for x in range(LANES):
+        rises |= highest[x] > top[x]
+    return rises
+
+
+@njit(fastmath=True)
+def _shrink(state: State) -> None:
+    """Weigh what was added by the new highest score."""
+    shrink, total = ffi.floats(state.shrink, LANES), ffi.floats(state.total, LANES)
+    _copy(state.top, state.shrink, LANES)
+    _weigh(state.shrink, state.highest, state.unused, 1)
+    _copy(state.highest, state.top, LANES)
+    for x in range(LANES):
+        total[x] *= shrink[x]
+    for c in range(state.channels):
+        sums = ffi.floats(state.sums + c * _ROW_BYTES, LANES)
+        for x in range(LANES):
+            sums[x] *= shrink[x]
+
+
+@njit
+def _fill(address: int, count: int, value: np.float32) -> None:
+    array = ffi.floats(address, count)
+    for i in range(count):
+        array[i] = value
+
+
+@njit
+def _copy(source: int, target: int, count: int) -> None:
+    values, out = ffi.floats(source, count), ffi.floats(target, count)
+    for i in range(count):
+        out[i] = values[i]
 
 
 @njit
@@ -176,10 +244,5 @@ def _in_steps(num_keys: int) -> int:
 
 
 @njit
-def _address(array: Float[np.ndarray, "..."]) -> int:
-    return array.ctypes.data
-
-
-@njit
-def _lane(state: State, row: int) -> int:
-    return state.of_lane_6X.ctypes.data + 4 * LANES * row
+def _in_vectors(channels: int) -> int:
+    return (channels + VECTOR - 1) // VECTOR * VECTOR

@@ -143,7 +143,7 @@ def _do_block(frame: int, sequence: int, kv_head: int, first_row: int) -> None:
     num_rows = min(flash.LANES, _of_sequence(frame, _COUNTS, sequence) * group - first_row)
     state = flash.new_state(channels)
     low, high = _take_rows(frame, state, sequence, kv_head, first_row, num_rows)
-    flash.begin(state, channels)
+    flash.begin(state)
     page_bytes, head_bytes = 8 * num_kv * page_size * channels, 4 * page_size * channels
     for first in range(low - low % page_size, high + 1, page_size):
         page = ffi.data(pages) + _page(frame, sequence, first // page_size) * page_bytes
@@ -152,16 +152,14 @@ def _do_block(frame: int, sequence: int, kv_head: int, first_row: int) -> None:
             num_keys = min(flash.KEYS, page_size - offset, high + 1 - key)
             if num_keys > 0 and key + num_keys > low:
                 keys = page + kv_head * head_bytes + 4 * offset * channels
-                flash.score(state, channels, keys, channels, num_keys)
+                flash.score(state, keys, channels, num_keys)
                 flash.hide_outside(state, key, num_keys)
                 values = keys + num_kv * head_bytes
-                flash.add(state, channels, values, channels, num_keys)
-    flash.finish(state, channels)
+                flash.add(state, values, channels, num_keys)
+    flash.finish(state)
     for row in range(num_rows):
-        address = _row(frame, ffi.result(frame, 0), sequence, kv_head, first_row + row)
-        target = ffi.floats(address, channels)
-        for c in range(channels):
-            target[c] = state.rows_XC[row, c]
+        target = _row(frame, ffi.result(frame, 0), sequence, kv_head, first_row + row)
+        flash.take(state, row, target)
 
 
 @njit
@@ -170,24 +168,22 @@ def _take_rows(
 ) -> tuple[int, int]:
     """Read queries and what each sees; gives the first and the last key that any of them does."""
     q, group = ffi.argument(frame, _QUERIES), _group(frame)
-    channels, window = ffi.dim(q, 2), ffi.number(frame, _WINDOW)
     count = _of_sequence(frame, _COUNTS, sequence)
     length = _of_sequence(frame, _LENGTHS, sequence)
     seen, start = ffi.argument(frame, _SEEN), _of_sequence(frame, _STARTS, sequence)
-    has_seen = ffi.dim(seen, 0) > 0
+    has_seen, window = ffi.dim(seen, 0) > 0, ffi.number(frame, _WINDOW)
+    first_X, last_X = flash.seen(state)
     low, high = length, 0
     for x in range(flash.LANES):
         row = first_row + min(x, num_rows - 1)  # the last one again, where there are no more
-        source = ffi.floats(_row(frame, q, sequence, kv_head, row), channels)
-        for c in range(channels):
-            state.rows_XC[x, c] = source[c]
+        flash.put(state, x, _row(frame, q, sequence, kv_head, row))
         token = row // group
         own = last = length - count + token
         if has_seen:
             last = ffi.load_int32(ffi.data(seen) + 4 * (start + token))
-        state.first_X[x] = max(0, own - window + 1) if window > 0 else 0
-        state.last_X[x] = last
-        low, high = min(low, state.first_X[x]), max(high, last)
+        first_X[x] = max(0, own - window + 1) if window > 0 else 0
+        last_X[x] = last
+        low, high = min(low, first_X[x]), max(high, last)
     return low, min(high, length - 1)
 
 

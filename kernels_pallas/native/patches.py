@@ -46,24 +46,20 @@ def _count_pieces(frame: int) -> int:
 
 def _do_piece(frame: int, piece: int) -> int:
     q = ffi.argument(frame, 0)
-    num_patches, num_heads, channels = ffi.dim(q, 0), ffi.dim(q, 1), ffi.dim(q, 2)
+    num_patches, channels = ffi.dim(q, 0), ffi.dim(q, 2)
     blocks = (num_patches + flash.LANES - 1) // flash.LANES
     head, first = piece // blocks, piece % blocks * flash.LANES  # a head's keys stay in the cache
     stop = min(num_patches, first + flash.LANES)
     segment_N = ffi.int32s(ffi.data(ffi.argument(frame, 3)), num_patches)
-    out = ffi.data(ffi.result(frame, 0))
-    stride, state = num_heads * channels, flash.new_state(channels)
+    block = ffi.number(frame, 4)
+    state = flash.new_state(channels)
     while first < stop:
-        after = first + 1
-        while after < stop and segment_N[after] == segment_N[first]:
+        after, end = first + 1, stop
+        if block > 0:
+            end = min(stop, first - first % block + block)
+        while after < end and segment_N[after] == segment_N[first]:
             after += 1
-        place = 4 * (first * stride + head * channels)
-        target = ffi.strided_floats(out + place, (after - first, channels), stride)
-        if segment_N[first] < 0:
-            target[:] = np.float32(0.0)
-        else:
-            source = ffi.strided_floats(ffi.data(q) + place, target.shape, stride)
-            _attend(frame, state, segment_N, first, head, source, target)
+        _attend(frame, state, segment_N, first, after, head)
         first = after
     return 0
 
@@ -74,36 +70,33 @@ def _attend(
     state: flash.State,
     segment_N: Int32[np.ndarray, " N"],
     first: int,
+    stop: int,
     head: int,
-    q_XC: Float[np.ndarray, "X C"],
-    out_XC: Float[np.ndarray, "X C"],
 ) -> None:
-    """Queries of one segment, the first of which is the patch `first`."""
-    q = ffi.argument(frame, 0)
-    num_heads, channels = ffi.dim(q, 1), ffi.dim(q, 2)
-    stride = num_heads * channels
-    low, high = _bounds(segment_N, first, ffi.number(frame, 4))
-    low -= low % flash.STEP
-    for x in range(len(q_XC)):
-        for c in range(channels):
-            state.rows_XC[x, c] = q_XC[x, c]
-    flash.begin(state, channels)
-    for key in range(low, high, flash.KEYS):
-        count = min(flash.KEYS, high - key)
+    """Patches of one segment that follow each other."""
+    q, k, v = ffi.argument(frame, 0), ffi.argument(frame, 1), ffi.argument(frame, 2)
+    channels, stride = ffi.dim(q, 2), ffi.dim(q, 1) * ffi.dim(q, 2)
+    low, high = 0, 0  # padding sees nothing
+    if segment_N[first] >= 0:
+        low, high = _bounds(segment_N, first, ffi.number(frame, 4))
+    for patch in range(first, stop):
+        flash.put(state, patch - first, ffi.data(q) + 4 * (patch * stride + head * channels))
+    flash.begin(state)
+    for key in range(low - low % flash.STEP, high, flash.KEYS):
+        count, ahead = min(flash.KEYS, high - key), 4 * flash.KEYS * stride
         place = 4 * (key * stride + head * channels)
-        ahead = place + 4 * flash.KEYS * stride
-        for argument in range(1, 3):
-            behind = min(flash.KEYS, high - key - count)
-            flash.fetch(channels, ffi.data(ffi.argument(frame, argument)) + ahead, stride, behind)
-        flash.score(state, channels, ffi.data(ffi.argument(frame, 1)) + place, stride, count)
+        keys, values = ffi.data(k) + place, ffi.data(v) + place
+        flash.fetch(state, keys + ahead, stride, min(flash.KEYS, high - key - count))
+        flash.fetch(state, values + ahead, stride, min(flash.KEYS, high - key - count))
+        flash.score(state, keys, stride, count)
         for j in range(count):
             if segment_N[key + j] != segment_N[first]:
                 flash.hide(state, j)
-        flash.add(state, channels, ffi.data(ffi.argument(frame, 2)) + place, stride, count)
-    flash.finish(state, channels)
-    for x in range(len(q_XC)):
-        for c in range(channels):
-            out_XC[x, c] = state.rows_XC[x, c]
+        flash.add(state, values, stride, count)
+    flash.finish(state)
+    for patch in range(first, stop):
+        target = ffi.data(ffi.result(frame, 0)) + 4 * (patch * stride + head * channels)
+        flash.take(state, patch - first, target)
 
 
 @njit

@@ -202,8 +202,8 @@ def write_and_attend_latent(
     return attended_THV, pages_P1SJ
 
 
-def _update_of(implementation: Implementation) -> Literal["portable", "reference"]:
-    return "reference" if implementation == "reference" else "portable"
+def _update_of(implementation: Implementation) -> Literal["portable", "native", "reference"]:
+    return "portable" if implementation == "pallas" else implementation
 
 
 def attend_rows(

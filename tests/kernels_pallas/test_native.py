@@ -1,6 +1,10 @@
 """Kernels for CPUs that numba compiles and XLA calls."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +13,9 @@ import numpy as np
 import pytest
 
 from kernels_pallas import native
+from kernels_pallas.kv_update import kv_update
 from kernels_pallas.ragged_paged_attention import Ragged, ragged_paged_attention
+from kernels_pallas.segment_attention.api import segment_attention, window_attention
 from tests.engines import cache_dir
 
 pytestmark = pytest.mark.skipif(not native.there(), reason="no numba, or another jaxlib")
@@ -40,7 +46,7 @@ def few_rows(x_TD, weight_FD):
 @pytest.mark.parametrize("num_rows", range(1, native.MAX_ROWS + 1))
 def test_every_number_of_rows(num_rows):
     x_TD, weight_FD, expected_TF = product(num_rows, width=193, depth=48)
-    np.testing.assert_allclose(few_rows(x_TD, weight_FD), expected_TF, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(few_rows(x_TD, weight_FD), expected_TF, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("width", [1, 7, 191, 192, 384, 1000])
@@ -104,12 +110,96 @@ def step(lengths, counts, num_decodes, group, seed=0):
     return q_THC, jnp.asarray(pages, jnp.float32), ragged
 
 
+def test_products_of_any_number_of_rows_and_columns():
+    """One panel, parts of one, several; rows that fill no group of eight, or more than a piece."""
+    from kernels_pallas.native import many_rows
+
+    for num_rows, width, depth in [
+        (1, 1, 16),
+        (17, 47, 40),
+        (8, 48, 16),
+        (23, 100, 1),
+        (513, 49, 7),
+    ]:
+        x_TD, weight_FD, expected_TF = product(num_rows, width, depth, seed=width)
+        bias_F = jnp.arange(width, dtype=jnp.float32)
+        y_TF = jax.jit(many_rows.many_rows)(x_TD, weight_FD, bias_F)
+        np.testing.assert_allclose(y_TF, expected_TF + np.arange(width), rtol=0, atol=1e-4)
+        bits_FD = jax.lax.bitcast_convert_type(weight_FD, jnp.uint16)
+        np.testing.assert_allclose(many_rows.many_rows(x_TD, bits_FD), expected_TF, atol=1e-4)
+
+
+@pytest.mark.parametrize(("num_rows", "width", "depth"), [(17, 50, 24), (520, 48, 5), (3, 7, 32)])
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+def test_gated_products(num_rows, width, depth, scale):
+    """Also where the gate is far below zero, or its exponential above every float32."""
+    from kernels_pallas.native import many_rows
+
+    x_TD, weight_XD, expected_TX = product(num_rows, 2 * width, depth)
+    bias_2F = np.stack([np.full(width, -2.0), np.linspace(-1, 1, width)])
+    gate_TF, up_TF = (scale * expected_TX).reshape(num_rows, 2, width).swapaxes(0, 1)
+    gate_TF, up_TF = gate_TF + bias_2F[0], up_TF + bias_2F[1]
+    expected_TF = gate_TF / (1 + np.exp(-np.maximum(gate_TF, -700))) * up_TF
+    arrays = scale * x_TD, weight_XD.reshape(2, width, depth), jnp.asarray(bias_2F, jnp.float32)
+    y_TF = jax.jit(many_rows.gated_rows)(*arrays)
+    np.testing.assert_allclose(y_TF, expected_TF, rtol=1e-4, atol=1e-4 * scale * scale)
+
+
+@pytest.mark.parametrize(("heads", "channels"), [(2, 64), (1, 72), (3, 16), (2, 80), (1, 4)])
+def test_patches_see_their_segment_alone(heads, channels):
+    """Segments of all lengths, some shorter than a block of queries, some longer than two of keys;
+    padding between and within them."""
+    rng = np.random.default_rng(channels)
+    segment_N = np.repeat(np.arange(7), [3, 1, 64, 150, 20, 300, 18]).astype(np.int32)
+    segment_N = np.append(segment_N, np.full(12, -1, np.int32))
+    segment_N[rng.random(len(segment_N)) < 0.1] = -1
+    q, k, v = (3 * rng.standard_normal((len(segment_N), heads, channels)) for _ in range(3))
+    arrays = (*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), jnp.asarray(segment_N))
+    got, expected = (
+        segment_attention(*arrays, implementation=implementation)
+        for implementation in ("native", "reference")
+    )
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("block", [64, 16])
+def test_patches_see_their_window_alone(block):
+    """Patches of a window stand in any order within a block, and its number returns in others."""
+    rng = np.random.default_rng(block)
+    window_N = rng.integers(-1, 3, 256).astype(np.int32)
+    q, k, v = (jnp.asarray(3 * rng.standard_normal((256, 2, 32)), jnp.float32) for _ in range(3))
+    got, expected = (
+        window_attention(q, k, v, jnp.asarray(window_N), implementation=i, block=block)
+        for i in ("native", "reference")
+    )
+    is_real_N = window_N >= 0
+    np.testing.assert_allclose(got[is_real_N], expected[is_real_N], rtol=0, atol=1e-4)
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 31, 32, 33, 70])
+def test_slots_are_written_in_place_and_no_others(num_tokens):
+    rng = np.random.default_rng(num_tokens)
+    pages = rng.standard_normal((9, 4, PAGE, 16)).astype(np.float32)
+    kv_TJC = jnp.asarray(rng.standard_normal((70, 4, 16)), jnp.float32)
+    slot_T = jnp.asarray(rng.permutation(9 * PAGE)[:70], jnp.int32)
+    expected = kv_update(
+        jnp.asarray(pages), kv_TJC, slot_T, jnp.int32(num_tokens), implementation="reference"
+    )
+    write = jax.jit(partial(kv_update, implementation="native"), donate_argnums=0)
+    arrays = jnp.asarray(pages), kv_TJC, slot_T, jnp.int32(num_tokens)
+    memory = write.lower(*arrays).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == pages.nbytes and memory.temp_size_in_bytes < pages.nbytes
+    np.testing.assert_array_equal(write(*arrays), expected)
+
+
 STEPS = {
     "one": ([1], [1], 1),
     "page borders": ([7, 8, 9, 63, 64, 65], [1] * 6, 6),
     "long": ([128, 100, 127], [1] * 3, 3),
     "with extends": ([40, 3, 20, 33], [1, 1, 5, 9], 2),
     "extends alone": ([20, 33], [5, 9], 0),
+    "chunks of many blocks": ([1, 128, 101, 64], [1, 100, 101, 2], 1),
 }
 
 
@@ -117,7 +207,7 @@ STEPS = {
     ("group", "window"), [(1, None), (3, None), (3, 1), (3, 8), (3, 19), (7, 19)]
 )
 @pytest.mark.parametrize("case", STEPS)
-def test_decodes_equal_the_reference(case, group, window):
+def test_sequences_equal_the_reference(case, group, window):
     q_THC, pages, ragged = step(*STEPS[case], group)
 
     def attend(implementation):
@@ -134,14 +224,47 @@ def test_decodes_equal_the_reference(case, group, window):
     assert np.isfinite(got).all()
 
 
-def test_scores_of_any_size():
+@pytest.mark.parametrize("window", [None, 9])
+def test_tokens_may_see_behind_themselves(window):
+    """As those of an image that is seen both ways; those of the decode before it do not."""
+    q_THC, pages, ragged = step([9, 70], [1, 60], 1, group=3)
+    position_T = np.concatenate([[8], np.arange(10, 70), np.zeros(3, int)])
+    seen_T = np.where((position_T >= 20) & (position_T < 55), 54, position_T)
+    ragged = ragged._replace(seen_T=jnp.asarray(seen_T, jnp.int32))
+    got, expected = (
+        ragged_paged_attention(q_THC, pages, ragged, window=window, implementation=implementation)
+        for implementation in ("native", "reference")
+    )
+    np.testing.assert_allclose(got[:61], expected[:61], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_scores_of_any_size(count):
     """Weights of keys that are far apart: the largest wins, and nothing is lost to overflow."""
-    q_THC, pages, ragged = step([50], [1], 1, group=3)
+    q_THC, pages, ragged = step([50], [count], int(count == 1), group=3)
     got, expected = (
         ragged_paged_attention(1e4 * q_THC, pages, ragged, implementation=implementation)
         for implementation in ("native", "reference")
     )
-    np.testing.assert_allclose(got[:1], expected[:1], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(got[:count], expected[:count], rtol=0, atol=1e-5)
+
+
+def test_machine_code_is_kept_for_the_next_process():
+    """It runs there too, where everything lies at other addresses."""
+    script = (
+        "import sys, jax.numpy as jnp, numpy as np\n"
+        "from kernels_pallas import native\n"
+        "native.register(sys.argv[1])\n"
+        "from kernels_pallas.native import many_rows\n"
+        "y = many_rows.many_rows(jnp.full((20, 16), 0.5), jnp.full((3, 16), 2, jnp.bfloat16))\n"
+        "np.testing.assert_array_equal(y, np.full((20, 3), 16.0))\n"
+    )
+    files = []
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", script, cache_dir()], check=True, timeout=300)
+        kept = sorted(Path(cache_dir()).glob("native-*/**/*.nbc"))
+        files.append([(path, path.stat().st_mtime_ns) for path in kept])
+    assert files[0] and files[0] == files[1]
 
 
 def test_without_numba_or_with_another_jaxlib_they_are_not_there(monkeypatch, caplog):
