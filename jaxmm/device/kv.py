@@ -53,6 +53,10 @@ class PagedAttention(NamedTuple):
 
     plan: StepPlan
     backend: Backend
+    wanted_B: Int32[Array, " B"] | None = None
+    """The tokens whose output of the decoder is asked for; None: all of them."""
+    is_last: bool = False
+    """Of the layers; see `kept`."""
 
     @classmethod
     def of_step(
@@ -63,12 +67,24 @@ class PagedAttention(NamedTuple):
         *,
         page_size: int,
         backend: Backend,
+        wanted_B: Int32[Array, " B"] | None = None,
     ) -> "PagedAttention":
         """Lay out a step once, for all its layers."""
         plan = plan_step(
             ragged, slot_T, num_tokens, page_size=page_size, implementation=backend.kernels
         )
-        return cls(plan, backend)
+        return cls(plan, backend, wanted_B)
+
+    def of_layer(self, index: int, num_layers: int) -> "PagedAttention":
+        """As one of so many layers takes it."""
+        return self._replace(is_last=index == num_layers - 1)
+
+    def kept(self, *arrays: Float[Array, "T X"]) -> tuple[Float[Array, "B X"], ...]:
+        """Of the tokens' rows those that a layer goes on with once their keys and values are
+        written: all, or in the last layer those that are asked for."""
+        if self.wanted_B is None or not self.is_last:
+            return arrays
+        return tuple(x_TX[self.wanted_B] for x_TX in arrays)
 
     def __call__(
         self,

@@ -166,20 +166,24 @@ def _language_step(
         tables_BQ=step["tables_BQ"],
         seen_T=step["seen_T"] if layout.both_ways else None,
     )
+    few_are_sampled = layout.num_sequences < layout.num_tokens
     attention = PagedAttention.of_step(
         ragged,
         step["kv_slot_T"],
         step["num_tokens"],
         page_size=kv_pages[0].shape[2],
         backend=backend,
+        wanted_B=step["sample_token_B"] if few_are_sampled else None,
     )
-    hidden_TD, kv_pages = text(hidden_TD, step["positions_AT"], kv_pages, attention, rows)
+    hidden_XD, kv_pages = text(hidden_TD, step["positions_AT"], kv_pages, attention, rows)
     with jax.named_scope("sample"):
         group = _sample_group(layout, backend)
         logits: Logits = text.logits
         if backend.kernels == "portable" and group < layout.num_tokens:
             logits = partial(_logits_of_few, logits, step["num_samples"])
-        sampled = _sample(logits, hidden_TD, step, allowed_BO, state, group)
+        if few_are_sampled:
+            step["sample_token_B"] = jnp.arange(layout.num_sequences, dtype=jnp.int32)
+        sampled = _sample(logits, hidden_XD, step, allowed_BO, state, group)
         state = remember(
             state,
             step["sample_slot_B"],
@@ -233,7 +237,7 @@ def _logits_of_few(
 
 def _sample(
     logits: Logits,
-    hidden_TD: Float[Array, "T D"],
+    hidden_XD: Float[Array, "X D"],
     step: Mapping[str, Array],
     allowed_BO: UInt32[Array, "B O"],
     state: SamplerState,
@@ -248,7 +252,7 @@ def _sample(
         rows = SampleParams(*(lax.dynamic_slice_in_dim(c, g * group, group) for c in columns))
         token_B = lax.dynamic_slice_in_dim(step["sample_token_B"], g * group, group)
         sampled = sample_rows(
-            logits(hidden_TD[token_B]),
+            logits(hidden_XD[token_B]),
             rows,
             state,
             num_ids=step["num_ids"],
@@ -263,7 +267,7 @@ def _sample(
 
     shapes = jax.eval_shape(
         lambda: sample_rows(
-            logits(hidden_TD[:group]),
+            logits(hidden_XD[:group]),
             SampleParams(*(c[:group] for c in columns)),
             state,
             num_ids=jnp.int32(0),

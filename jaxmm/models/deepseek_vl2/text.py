@@ -42,11 +42,12 @@ class TextLayer(nnx.Module):
         rope: Rope,
         pages: Float[Array, "P ..."],
         attention: PagedAttention,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "P ..."]]:
+    ) -> tuple[Float[Array, "X D"], Float[Array, "P ..."]]:
         """One layer; returns the residual and the layer's pages with the step's KV written."""
         with jax.named_scope("attention"):
             x_TD = rms_norm(hidden_TD, self.attn_norm_D[...], self.rms_eps)
             attended_TD, pages = self.attention(x_TD, rope, pages, attention)
+            hidden_TD, attended_TD = attention.kept(hidden_TD, attended_TD)
             hidden_TD += attended_TD
         with jax.named_scope("mlp"):
             x_TD = rms_norm(hidden_TD, self.mlp_norm_D[...], self.rms_eps)
@@ -197,7 +198,7 @@ class TextDecoder(nnx.Module):
         kv_pages: KVPages,
         attention: PagedAttention,
         rows: ImageRows,
-    ) -> tuple[Float[Array, "T D"], KVPages]:
+    ) -> tuple[Float[Array, "X D"], KVPages]:
         """Run the layers.
 
         Args:
@@ -208,7 +209,7 @@ class TextDecoder(nnx.Module):
             rows: Not used: image rows of this family have no levels beyond the embedding.
 
         Returns:
-            The normalised output, and the pages.
+            The normalised output of the tokens that `attention` keeps, and the pages.
         """
         del rows
         config = self.config
@@ -217,8 +218,9 @@ class TextDecoder(nnx.Module):
         position_T1 = positions_AT[0].astype(jnp.float32)[:, None]
         rope = Rope.of(position_T1 * config.rope_theta**-exponent_X)
         written = []
-        for layer, pages in zip(self.layers, kv_pages, strict=True):
-            hidden_TD, pages = layer(hidden_TD, rope, pages, attention)
+        for index, (layer, pages) in enumerate(zip(self.layers, kv_pages, strict=True)):
+            of_layer = attention.of_layer(index, config.num_layers)
+            hidden_TD, pages = layer(hidden_TD, rope, pages, of_layer)
             written.append(pages)
         return rms_norm(hidden_TD, self.norm_D[...], config.rms_eps), tuple(written)
 

@@ -45,7 +45,7 @@ class TextLayer(nnx.Module):
         rope: Rope,
         pages: Float[Array, "P ..."],
         attention: PagedAttention,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "P ..."]]:
+    ) -> tuple[Float[Array, "X D"], Float[Array, "P ..."]]:
         """One layer; returns the residual and the layer's pages with the step's KV written."""
         eps = self.config.rms_eps
         with jax.named_scope("attention"):
@@ -59,6 +59,7 @@ class TextLayer(nnx.Module):
                 eps=eps,
                 window=self.window,
             )
+            hidden_TD, attended_TO = attention.kept(hidden_TD, attended_TO)
             x_TD = linear(attended_TO, self.out_DO[...])
             hidden_TD += offset_rms_norm(x_TD, self.attn_out_norm_D[...], eps)
         with jax.named_scope("mlp"):
@@ -109,7 +110,7 @@ class TextDecoder(nnx.Module):
         kv_pages: KVPages,
         attention: PagedAttention,
         rows: ImageRows,
-    ) -> tuple[Float[Array, "T D"], KVPages]:
+    ) -> tuple[Float[Array, "X D"], KVPages]:
         """Run the layers.
 
         Args:
@@ -120,7 +121,7 @@ class TextDecoder(nnx.Module):
             rows: Not used: image rows of this family have no levels beyond the embedding.
 
         Returns:
-            The normalised output, and the pages.
+            The normalised output of the tokens that `attention` keeps, and the pages.
         """
         del rows
         config = self.config
@@ -129,9 +130,10 @@ class TextDecoder(nnx.Module):
         whole = rope_of(position_T / config.rope_factor, config.rope_theta, config)
         local = rope_of(position_T, config.sliding.rope_theta, config)
         written = []
-        for layer, pages in zip(self.layers, kv_pages, strict=True):
+        for index, (layer, pages) in enumerate(zip(self.layers, kv_pages, strict=True)):
             rope = whole if layer.window is None else local
-            hidden_TD, pages = layer(hidden_TD, rope, pages, attention)
+            of_layer = attention.of_layer(index, config.num_layers)
+            hidden_TD, pages = layer(hidden_TD, rope, pages, of_layer)
             written.append(pages)
         return offset_rms_norm(hidden_TD, self.norm_D[...], config.rms_eps), tuple(written)
 

@@ -37,13 +37,14 @@ class TextLayer(nnx.Module):
         rope: Rope,
         pages: Float[Array, "P ..."],
         attention: PagedAttention,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "P ..."]]:
+    ) -> tuple[Float[Array, "X D"], Float[Array, "P ..."]]:
         """One layer; returns the residual and the layer's pages with the step's KV written."""
         config = self.config
         with jax.named_scope("attention"):
             x_TD = rms_norm(hidden_TD, self.attn_norm_D[...], config.rms_eps)
             qkv_TO = linear(x_TD, self.qkv_OD[...], self.qkv_O[...])
             attended_TO, pages = attention(qkv_TO, rope, pages, channels=config.head_channels)
+            hidden_TD, attended_TO = attention.kept(hidden_TD, attended_TO)
             hidden_TD += linear(attended_TO, self.out_DO[...])
         with jax.named_scope("mlp"):
             x_TD = rms_norm(hidden_TD, self.mlp_norm_D[...], config.rms_eps)
@@ -73,7 +74,7 @@ class TextDecoder(nnx.Module):
         kv_pages: KVPages,
         attention: PagedAttention,
         rows: ImageRows,
-    ) -> tuple[Float[Array, "T D"], KVPages]:
+    ) -> tuple[Float[Array, "X D"], KVPages]:
         """Run the layers.
 
         Args:
@@ -84,14 +85,15 @@ class TextDecoder(nnx.Module):
             rows: Not used: image rows of this family have no levels beyond the embedding.
 
         Returns:
-            The normalised output, and the pages.
+            The normalised output of the tokens that `attention` keeps, and the pages.
         """
         del rows
         config = self.config
         rope = Rope.of(mrope_angles(positions_AT, config))
         written = []
-        for layer, pages in zip(self.layers, kv_pages, strict=True):
-            hidden_TD, pages = layer(hidden_TD, rope, pages, attention)
+        for index, (layer, pages) in enumerate(zip(self.layers, kv_pages, strict=True)):
+            of_layer = attention.of_layer(index, config.num_layers)
+            hidden_TD, pages = layer(hidden_TD, rope, pages, of_layer)
             written.append(pages)
         return rms_norm(hidden_TD, self.norm_D[...], config.rms_eps), tuple(written)
 

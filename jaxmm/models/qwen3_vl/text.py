@@ -41,7 +41,7 @@ class TextLayer(nnx.Module):
         rope: Rope,
         pages: Float[Array, "P ..."],
         attention: PagedAttention,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "P ..."]]:
+    ) -> tuple[Float[Array, "X D"], Float[Array, "P ..."]]:
         """One layer; returns the residual and the layer's pages with the step's KV written."""
         config = self.config
         with jax.named_scope("attention"):
@@ -54,6 +54,7 @@ class TextLayer(nnx.Module):
                 norms=Norms(self.q_norm_C[...], self.k_norm_C[...]),
                 eps=config.rms_eps,
             )
+            hidden_TD, attended_TO = attention.kept(hidden_TD, attended_TO)
             hidden_TD += linear(attended_TO, self.out_DO[...])
         with jax.named_scope("mlp"):
             x_TD = rms_norm(hidden_TD, self.mlp_norm_D[...], config.rms_eps)
@@ -116,7 +117,7 @@ class TextDecoder(nnx.Module):
         kv_pages: KVPages,
         attention: PagedAttention,
         rows: ImageRows,
-    ) -> tuple[Float[Array, "T D"], KVPages]:
+    ) -> tuple[Float[Array, "X D"], KVPages]:
         """Run the layers.
 
         Args:
@@ -127,16 +128,18 @@ class TextDecoder(nnx.Module):
             rows: Level i of the image rows is added after layer i - 1, to image tokens only.
 
         Returns:
-            The normalised output, and the pages.
+            The normalised output of the tokens that `attention` keeps, and the pages.
         """
         config = self.config
         rope = Rope.of(mrope_angles(positions_AT, config))
         written = []
         for index, (layer, pages) in enumerate(zip(self.layers, kv_pages, strict=True)):
-            hidden_TD, pages = layer(hidden_TD, rope, pages, attention)
+            of_layer = attention.of_layer(index, config.num_layers)
+            has_rows = index < config.deepstack_levels  # which are added to all tokens
+            hidden_TD, pages = layer(hidden_TD, rope, pages, attention if has_rows else of_layer)
             written.append(pages)
-            if index < config.deepstack_levels:
-                hidden_TD = rows.add(hidden_TD, level=index + 1)
+            if has_rows:
+                (hidden_TD,) = of_layer.kept(rows.add(hidden_TD, level=index + 1))
         return rms_norm(hidden_TD, self.norm_D[...], config.rms_eps), tuple(written)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
