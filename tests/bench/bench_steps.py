@@ -5,11 +5,12 @@
 
 Milliseconds of the first run of each step, and least, median and p99 of those that follow, all
 steps in turn; and what the products with weights alone would take at the speed of the one that is
-measured first. Executables come from the compile cache, or are compiled. `DIR` may be made by
-`python -m tests.bench.make_checkpoint DIR --vocab-size 151936`.
+measured first. Only the buckets that are asked for are compiled, if the compile cache lacks them.
+`DIR` may be made by `python -m tests.bench.make_checkpoint DIR --vocab-size 151936`.
 """
 
 import argparse
+import dataclasses
 import time
 from collections.abc import Callable
 from functools import partial
@@ -40,11 +41,11 @@ def main() -> None:
     settings = dict(setting.split("=", 1) for setting in chosen.set)
     settings |= {"model": str(chosen.model), "dtype": "float32"}
     config = load_config(EngineConfig, None, settings)
-    basis = settle_basis(config)
+    basis = _with_few_buckets(settle_basis(config), chosen)
     runner = load_runners(config, basis, CompileLedger("log"))[0]
     runner.settle()
     print(describe_run())
-    speed = _gemm_speed()
+    speed = gemm_speed()
     print(f"products  {speed / 1e9:.0f} GFLOP/s")
     print(f"{'step':<18}{'first':>8}{'least':>8}{'median':>8}{'p99':>8}{'products':>10}   ms")
     steps = _steps(chosen, basis, runner)
@@ -74,6 +75,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=9, metavar="N")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings")
     return parser.parse_args()
+
+
+def _with_few_buckets(basis: Basis, chosen: argparse.Namespace) -> Basis:
+    """The steps that are asked for have executables, and no others."""
+    ladder = basis.sizes.buckets
+    tokens = [int(given.split("@")[0]) for given in (*chosen.extend, *chosen.decode)]
+    rungs = sorted({ladder.step_tokens(n) for n in tokens} | {ladder.tokens[-1]})
+    patches = sorted({ladder.lane_patches(n) for n in chosen.encode} | {ladder.patches[-1]})
+    buckets = dataclasses.replace(ladder, tokens=tuple(rungs), patches=tuple(patches))
+    return dataclasses.replace(basis, sizes=dataclasses.replace(basis.sizes, buckets=buckets))
 
 
 def _steps(
@@ -149,7 +160,7 @@ def _lane(basis: Basis, patches: int) -> EncodeBatch:
     return lane
 
 
-def _gemm_speed() -> float:
+def gemm_speed() -> float:
     """FLOP a second of a large float32 product, the best of some."""
     x = jnp.ones((GEMM_SIDE, GEMM_SIDE), jnp.float32)
     product = jax.jit(jnp.matmul)
