@@ -248,7 +248,7 @@ class EngineConfig:
     """Weights and KV; auto: float32 on CPU, bfloat16 elsewhere."""
     kernels: Literal["auto", "pallas", "portable"] = "auto"
     """Implementation of attention and row moves; auto: Pallas on TPUs, portable elsewhere, with
-    kernels that numba compiles for steps of few tokens on a CPU."""
+    kernels that numba compiles on a CPU."""
     tensor_parallel: int = 1
     """Chips that the language model is split over; its heads, MLP and vocabulary must divide by it.
     0: as many as there are and do."""

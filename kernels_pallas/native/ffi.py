@@ -358,7 +358,7 @@ def _kept_in(cache_dir: str) -> Iterator[None]:
         digest.update(file.read_bytes())
     before, numba.config.CACHE_DIR = (
         numba.config.CACHE_DIR,
-        str(Path(cache_dir).absolute() / f"native-{digest.hexdigest()[:16]}"),
+        str(Path(cache_dir).expanduser().absolute() / f"native-{digest.hexdigest()[:16]}"),
     )
     try:
         yield
