@@ -8,11 +8,11 @@ widens them in registers. Sums are in float32.
 from jaxtyping import Array, Float
 
 from kernels_pallas.native import FEW_ROWS, ffi
-from kernels_pallas.native.vectors import dot_rows
+from kernels_pallas.native.vectors import dot_pairs, dot_rows
 
 _PIECE = 192  # columns: tens of microseconds
 
-_dot = dot_rows(widen=True)
+_dot, _dot_pair = dot_rows(widen=True), dot_pairs(widen=True)
 
 
 def few_rows(x_TD: Float[Array, "T D"], weight_FD: Float[Array, "F D"]) -> Float[Array, "T F"]:
@@ -33,9 +33,13 @@ def _count_pieces(frame: int) -> int:
 def _do_piece(frame: int, piece: int) -> int:
     x, weight, y = ffi.argument(frame, 0), ffi.argument(frame, 1), ffi.result(frame, 0)
     num_rows, depth, width = ffi.dim(x, 0), ffi.dim(x, 1), ffi.dim(weight, 0)
-    for column in range(piece * _PIECE, min(width, (piece + 1) * _PIECE)):
+    stop = min(width, (piece + 1) * _PIECE)
+    for column in range(piece * _PIECE, stop - 1, 2):
         weights = ffi.data(weight) + 2 * column * depth
-        _dot(ffi.data(x), weights, ffi.data(y) + 4 * column, depth, width, num_rows)
+        _dot_pair(ffi.data(x), weights, ffi.data(y) + 4 * column, depth, width, num_rows)
+    if stop % 2:
+        weights = ffi.data(weight) + 2 * (stop - 1) * depth
+        _dot(ffi.data(x), weights, ffi.data(y) + 4 * (stop - 1), depth, width, num_rows)
     return 0
 
 
