@@ -23,6 +23,7 @@ from jaxmm.models.auto_processor import AutoImageProcessor
 from jaxmm.models.config import ModelConfig
 from jaxmm.models.converted import converted_digest, is_converted
 from jaxmm.models.lane_forms import lane_patches
+from jaxmm.models.narrow import bfloat16_parts
 from jaxmm.models.remote import fetch_small_files, is_remote
 from jaxmm.models.tensor_files import sample_digest
 from jaxmm.pod.join import join, least
@@ -48,6 +49,8 @@ class Basis:
     """One for each replica."""
     sizes: Sizes
     """Of a replica."""
+    bits: tuple[str, ...]
+    """Parts of the model whose matrices are kept in bfloat16 where steps are in float32."""
 
     @property
     def fingerprint(self) -> str:
@@ -75,13 +78,15 @@ def settle_basis(config: EngineConfig) -> Basis:
     backends = _backends(config, model)
     processor = _fitting(config, model, processor, backends[0])
     model = spread_kv_heads(model, backends[0].num_shards)
+    bits = _bits(directory, model, backends)
     return Basis(
         directory=directory,
         model=model,
         dtype=dtype,
         processor=processor,
         backends=backends,
-        sizes=_sizes(config, model, processor, backends),
+        sizes=_sizes(config, model, processor, backends, bits),
+        bits=bits,
     )
 
 
@@ -97,7 +102,8 @@ def describe_buckets(config: EngineConfig) -> str:
     backends = _backends(config, model)
     processor = _fitting(config, model, processor, backends[0])
     spread = spread_kv_heads(model, backends[0].num_shards)
-    return describe(_sizes(config, spread, processor, backends), packed)
+    bits = _bits(directory, spread, backends)
+    return describe(_sizes(config, spread, processor, backends, bits), packed)
 
 
 def _backends(config: EngineConfig, model: ModelConfig) -> tuple[Backend, ...]:
@@ -194,8 +200,19 @@ def video_processor(config: EngineConfig, basis: Basis) -> Any:
     )
 
 
+def _bits(directory: Path, model: ModelConfig, backends: Sequence[Backend]) -> tuple[str, ...]:
+    """Parts of the model that the kernels for CPUs can read as the files hold them."""
+    if not backends[0].native or is_converted(directory):
+        return ()
+    return bfloat16_parts(directory, model)
+
+
 def _sizes(
-    config: EngineConfig, model: ModelConfig, processor: Any, backends: Sequence[Backend]
+    config: EngineConfig,
+    model: ModelConfig,
+    processor: Any,
+    backends: Sequence[Backend],
+    bits: Sequence[str],
 ) -> Sizes:
     """Of one replica; those on a CPU share its memory."""
     dtype, backend = np.dtype(_dtype(config)), backends[0]
@@ -207,6 +224,7 @@ def _sizes(
         platform=jax.default_backend(),
         memory_bytes=device_memory_bytes() // sharers,
         itemsize=dtype.itemsize,
+        weight_itemsize=2 if len(bits) == 2 else dtype.itemsize,
         kernels=backend.kernels,
         num_chips=backend.num_shards,
         split_encoder=backend.split_encoder,

@@ -75,6 +75,7 @@ def settle_sizes(
     platform: str,
     memory_bytes: int,
     itemsize: int,
+    weight_itemsize: int = 0,
     kernels: Kernels = "portable",
     num_chips: int = 1,
     split_encoder: bool = False,
@@ -87,7 +88,8 @@ def settle_sizes(
         max_patches: Patches of the largest image that the processor makes.
         platform: JAX's name of the device kind.
         memory_bytes: Memory of one device.
-        itemsize: Bytes of one weight or KV value.
+        itemsize: Bytes of one KV value, and of an arena row's.
+        weight_itemsize: Bytes of one weight; 0: as many.
         kernels: The implementation of the ops; "pallas" has sizes of its own.
         num_chips: Chips that the text model and its pages are split over. Those of a CPU are
             simulated, and share its memory.
@@ -130,6 +132,7 @@ def settle_sizes(
         on_cpu,
         memory_bytes,
         itemsize,
+        weight_itemsize or itemsize,
         num_chips,
         num_lanes,
         kernels,
@@ -150,6 +153,7 @@ def settle_sizes(
         num_lanes=num_lanes,
     )
     parts = _memory_parts(sizes, model, itemsize, num_chips, kernels)
+    parts["weights"] = parts["weights"] // itemsize * (weight_itemsize or itemsize)
     if not on_cpu:  # where there is no limit to what a process may take
         lane_bytes = patch_bytes(model, itemsize, num_chips // num_lanes) * patches[-1]
         parts["media.max_pixels"] = lane_bytes
@@ -294,12 +298,13 @@ def _pages_that_fit(
     on_cpu: bool,
     memory_bytes: int,
     itemsize: int,
+    weight_itemsize: int,
     num_chips: int,
     num_lanes: int,
     kernels: Kernels,
 ) -> int:
     weights = weight_count(model, num_chips, num_chips // num_lanes)
-    taken = (weights + num_rows * model.text.row_width) * itemsize
+    taken = weights * weight_itemsize + num_rows * model.text.row_width * itemsize
     budget = int(memory_bytes * config.memory_fraction) - taken
     if on_cpu:
         budget = min(budget, _CPU_KV_BYTES)

@@ -42,7 +42,7 @@ from jaxmm.models.config import ModelConfig
 from jaxmm.models.converted import is_converted, restore_params
 from jaxmm.models.lane_forms import lane_patches, tile_form
 from jaxmm.models.loading import place_params
-from jaxmm.models.narrow import is_bfloat16
+from jaxmm.models.narrow import bfloat16_parts
 from jaxmm.pod.followers import Followers
 from jaxmm.pod.join import meet
 from jaxmm.pod.lead import PodRunner
@@ -174,7 +174,8 @@ def load_runners(config: EngineConfig, basis: Basis, ledger: CompileLedger) -> d
                 backend=backend,
                 ledger=ledger,
                 compile_cache_dir=directory,
-                narrow=_reads_narrow(config, basis),
+                twin=_wants_twin(config, basis),
+                bits=basis.bits,
             )
             undo.callback(runner.close)
         first, *others = runners.values()
@@ -359,16 +360,17 @@ def _load_weights(config: EngineConfig, basis: Basis, runner: Runner) -> Any:
     return place_params(directory, model, dtype, runner.place_param, progress=config.progress)
 
 
-def _reads_narrow(config: EngineConfig, basis: Basis) -> bool:
-    """Whether float32 steps shall read weights in bfloat16, as the files hold them."""
-    backend, directory, model = basis.backends[0], basis.directory, basis.model
-    on_one_cpu = jax.default_backend() == "cpu" and backend.mesh is None
-    if not on_one_cpu or basis.dtype != jnp.float32 or is_converted(directory):
-        return False
-    if backend.native:
-        return is_bfloat16(directory, model)
-    has_room = has_room_for_twin(config, model, basis.sizes, device_memory_bytes())
-    return has_room and is_bfloat16(directory, model, part="text")
+def _wants_twin(config: EngineConfig, basis: Basis) -> bool:
+    """Whether steps of one token shall read the decoder's weights in bfloat16, beside float32."""
+    on_one_cpu = jax.default_backend() == "cpu" and basis.backends[0].mesh is None
+    return (
+        on_one_cpu
+        and not basis.bits
+        and basis.dtype == jnp.float32
+        and has_room_for_twin(config, basis.model, basis.sizes, device_memory_bytes())
+        and not is_converted(basis.directory)
+        and "text" in bfloat16_parts(basis.directory, basis.model)
+    )
 
 
 def _load_tokenizer(model: ModelConfig, directory: Path) -> tuple[ChatTokenizer, Grammars]:

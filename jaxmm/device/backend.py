@@ -157,7 +157,7 @@ def settle_backends(
     split = encoder_parallel == "model"
     num_chips, num_replicas = _settle_chips(tensor_parallel, data_parallel, model, split)
     if num_chips == num_replicas == 1:
-        has_native = kernels == "auto" and chosen == "portable" and _has_native(model, dtype)
+        has_native = kernels == "auto" and chosen == "portable" and _has_native(dtype)
         return (Backend(chosen, native=has_native),)
     meshes = (_mesh(num_chips, replica) for replica in range(num_replicas))
     return tuple(Backend(chosen, mesh, split and num_chips > 1) for mesh in meshes)
@@ -182,12 +182,8 @@ def _settle_kernels(
     return "portable"
 
 
-def _has_native(model: ModelConfig, dtype: DTypeLike) -> bool:
-    """Whether kernels for this CPU are there, and take the model's products of few rows."""
-    text = model.text
-    depths = (text.width, text.mlp_width, text.num_heads * text.head_channels)
-    if text.num_experts or text.latent is not None or any(n % native.VECTOR for n in depths):
-        return False
+def _has_native(dtype: DTypeLike) -> bool:
+    """Whether there are kernels for this CPU, and for steps in such a type."""
     on_cpu = jax.default_backend() == "cpu" and np.dtype(dtype) == np.float32
     return on_cpu and native.there()
 

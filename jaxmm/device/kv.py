@@ -79,12 +79,12 @@ class PagedAttention(NamedTuple):
         """As one of so many layers takes it."""
         return self._replace(is_last=index == num_layers - 1)
 
-    def kept(self, *arrays: Float[Array, "T X"]) -> tuple[Float[Array, "B X"], ...]:
+    def kept(self, *arrays: Float[Array, "T _"]) -> tuple[Float[Array, "X _"], ...]:
         """Of the tokens' rows those that a layer goes on with once their keys and values are
         written: all, or in the last layer those that are asked for."""
         if self.wanted_B is None or not self.is_last:
             return arrays
-        return tuple(x_TX[self.wanted_B] for x_TX in arrays)
+        return tuple(x[self.wanted_B] for x in arrays)
 
     def __call__(
         self,

@@ -44,11 +44,12 @@ def gated_linear(
     bias_2F: Float[Array, "2 F"] | None = None,
 ) -> Float[Array, "T F"]:
     """silu(gate) * up of two linear layers of one input, the gate first (arXiv:2002.05202)."""
-    if _is_native(x_TD, weight_2FD) and len(x_TD) > MAX_ROWS:
+    is_native = _is_native(x_TD, weight_2FD)
+    if is_native and len(x_TD) > MAX_ROWS:
         from kernels_pallas.native import many_rows
 
         return many_rows.gated_rows(x_TD, weight_2FD, bias_2F)
-    if weight_2FD.shape[1] % LANES == 0:
+    if is_native or weight_2FD.shape[1] % LANES == 0:
         both_T2F = linear(x_TD, weight_2FD, bias_2F)
         gate_TF, up_TF = both_T2F[:, 0], both_T2F[:, 1]
     else:  # halves of one product that do not begin at a whole register are copied
@@ -100,9 +101,11 @@ def _weight_in_place(x_TD: Array, weight_FD: Array) -> Array:
 
 
 def _is_native(x_TD: Array, weight_FD: Array) -> bool:
-    """Only where `Backend.native` holds are there bits, or narrower weights for several rows."""
-    several = x_TD.dtype == jnp.float32 and len(x_TD) > 1 and weight_FD.dtype == jnp.bfloat16
-    return several or weight_FD.dtype == jnp.uint16
+    """Only where `Backend.native` holds are there bits, and narrower weights for what XLA would
+    widen before it multiplies: several rows, or a long one."""
+    narrower = x_TD.dtype == jnp.float32 and weight_FD.dtype == jnp.bfloat16
+    is_widened = len(x_TD) > 1 or weight_FD.shape[-1] > MAX_WIDENED
+    return weight_FD.dtype == jnp.uint16 or (narrower and is_widened)
 
 
 def _native(x_TD: Array, weight_FD: Array, bias_F: Array | None) -> Array:

@@ -3,6 +3,7 @@
 Nothing here takes device memory, so steps can be compiled for chips that are not there.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -34,8 +35,6 @@ PRIME_IDS = 1024
 """Ids of a request's history that one prime step takes."""
 UPLOAD_ROWS = 256
 """Rows that one upload step takes: a piece is 1 to 4 MB, and filler costs no more than that."""
-
-
 SCORE_ROWS = 256
 """Pairs of rows that one score step compares."""
 
@@ -50,7 +49,8 @@ class Lowering:
         dtype: DTypeLike,
         backend: Backend,
         *,
-        narrow: bool = False,
+        twin: bool = False,
+        bits: Sequence[str] = (),
     ) -> None:
         """Describe the arrays; each is a `jax.ShapeDtypeStruct`.
 
@@ -59,7 +59,8 @@ class Lowering:
             sizes: Settled sizes.
             dtype: Of weights, KV pages and arena.
             backend: Implementation of the ops, and the chips.
-            narrow: Read matrices in bfloat16 where that is quicker (`models.narrow`).
+            twin: Steps of one token take the decoder's `twin` (`of_step`).
+            bits: Parts of the model whose matrices are kept `as_bits`.
         """
         self._vision = model.vision
         self._row_width, self._vocab_size = model.text.row_width, model.text.vocab_size
@@ -69,10 +70,9 @@ class Lowering:
         self.params: steps.Params = param_shapes(
             model, dtype, lambda path: backend.sharding(backend.param_spec(path))
         )
-        if narrow and backend.native:
-            self.params = bits_shapes(self.params)
-        has_twin = narrow and not backend.native
-        self._twin = twin_shapes(self.params["text"]) if has_twin else None
+        if bits:
+            self.params = bits_shapes(self.params, bits)
+        self._twin = twin_shapes(self.params["text"]) if twin else None
         pool = pool_shape(model.text, sizes.num_pages, sizes.page_size, backend)
         self.kv_pages = tuple(
             self._shape(*pool, dtype=dtype, spec=KV_POOL) for _ in range(model.text.num_layers)

@@ -1,5 +1,6 @@
 """Holds what lives on the device, and runs the steps on it. Host only, but for what it holds."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,8 @@ class Runner:
         backend: Backend,
         ledger: CompileLedger,
         compile_cache_dir: str,
-        narrow: bool = False,
+        twin: bool = False,
+        bits: Sequence[str] = (),
     ) -> None:
         """Allocate the device's memory; nothing is compiled or loaded yet.
 
@@ -54,12 +56,12 @@ class Runner:
             backend: Implementation of the ops, and the chips.
             ledger: Told of every executable.
             compile_cache_dir: Where executables are kept between starts.
-            narrow: The files hold bfloat16: read matrices so where that is quicker
-                (`models.narrow`).
+            twin: Keep the decoder's weights in bfloat16 too, for steps of one token.
+            bits: Parts of the model whose matrices are kept in bfloat16 alone (`models.narrow`).
         """
-        self._lowering = Lowering(model, sizes, dtype, backend, narrow=narrow)
-        self._has_bits = narrow and backend.native
-        self._has_twin = narrow and not backend.native
+        self._lowering = Lowering(model, sizes, dtype, backend, twin=twin, bits=bits)
+        self._bits = bits
+        self._has_twin = twin
         self._sizes = sizes
         self.backend = backend
         self._params: steps.Params = {}
@@ -68,7 +70,9 @@ class Runner:
         self._arena = _zeros(self._lowering.arena)
         self._state = jax.tree.map(_zeros, self._lowering.state)  # `init_state` is all zeros
         self._no_masks = _zeros(self._lowering.masks)
-        fingerprint = f"{model}|{sizes}|{np.dtype(dtype)}|{backend}|{narrow}|{_wiring(backend)}"
+        fingerprint = (
+            f"{model}|{sizes}|{np.dtype(dtype)}|{backend}|{twin}|{bits}|{_wiring(backend)}"
+        )
         prepare = partial(native.register, compile_cache_dir) if backend.native else None
         self._executables = Executables(
             ledger, compile_cache_dir, fingerprint, backend.devices, prepare
@@ -99,7 +103,8 @@ class Runner:
         sharding = self.param_sharding(stored.path)
         if sharding is None:
             value = stored.read()
-            return jax.device_put(as_bits(stored.path, value) if self._has_bits else value)
+            has_bits = stored.path[0] in self._bits
+            return jax.device_put(as_bits(stored.path, value) if has_bits else value)
         parts: dict[str, npt.NDArray[Any]] = {}
 
         def part(block: Block | None) -> npt.NDArray[Any]:

@@ -7,7 +7,7 @@ cannot widen them by accident. Without, XLA widens for a step of one token alone
 has a twin for that step beside its float32.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,32 +29,32 @@ _OF_LINEAR = frozenset((*_OF_DECODER, *_OF_ENCODER))
 """Matrices that nothing but `linear` reads."""
 
 
-def is_bfloat16(directory: Path, model: ModelConfig, *, part: str = "") -> bool:
-    """Whether the files hold all matrices in bfloat16; reads headers alone.
-
-    Args:
-        directory: Hugging Face directory.
-        model: What `read_config` gave for it.
-        part: Of the encoder ("vision") or of the decoder ("text") alone; empty: of both.
+def bfloat16_parts(directory: Path, model: ModelConfig) -> tuple[str, ...]:
+    """Which of encoder ("vision") and decoder ("text") have all their matrices in bfloat16; reads
+    headers alone.
 
     Raises:
         ModelError: As in `load_params`.
     """
     with open_params(directory, model, np.float32) as table:
-        return all(
-            stored.tensor_dtypes() == {"BF16"}
+        others = {
+            stored.path[0]
             for stored in table
-            if part in ("", stored.path[0]) and len(stored.shape) > 1
-        )
+            if len(stored.shape) > 1 and stored.tensor_dtypes() != {"BF16"}
+        }
+    return tuple(part for part in ("vision", "text") if part not in others)
 
 
-def bits_shapes(params: Mapping[Any, Any]) -> Any:
-    """What parameters are once `as_bits` has taken each, as `jax.ShapeDtypeStruct`."""
+def bits_shapes(params: Mapping[str, Any], parts: Sequence[str]) -> dict[str, Any]:
+    """What parameters are once `as_bits` has taken those of some parts, as
+    `jax.ShapeDtypeStruct`."""
 
     def shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, _bits_type(path[-1].key) or x.dtype)
+        dtype = _bits_type(path[-1].key) if path[0].key in parts else None
+        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
 
-    return jax.tree.map_with_path(shape, params)
+    made: dict[str, Any] = jax.tree.map_with_path(shape, params)
+    return made
 
 
 def as_bits(path: ParameterPath, value: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -76,7 +76,7 @@ def make_twin(params: Mapping[Any, Any]) -> Any:
     """The same numbers, in bfloat16 where that is quicker to read; the others are shared.
 
     Args:
-        params: Float32 arrays, those of a decoder that `is_bfloat16`.
+        params: Float32 arrays of a decoder that is one of `bfloat16_parts`.
     """
 
     def narrow(x: Any) -> Any:

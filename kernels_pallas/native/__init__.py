@@ -39,7 +39,8 @@ def there() -> bool:
     except ImportError as e:  # not installed, or it refuses this numpy
         logger.info("native=false reason=%s", e)
         return False
-    return True
+    features = importlib.import_module("llvmlite.binding").get_host_cpu_features()
+    return bool(features.get("fma", False))
 
 
 def register(cache_dir: str = "") -> None:
@@ -49,7 +50,8 @@ def register(cache_dir: str = "") -> None:
     process: fifteen seconds, or less than one.
 
     Args:
-        cache_dir: Where machine code is kept between processes; empty: nowhere.
+        cache_dir: Where machine code is kept between processes; empty: nowhere. What cannot be
+            written or read there is compiled anew.
     """
     with _registering:
         if not _registered:

@@ -12,8 +12,10 @@ behind a name, and which kernel is meant is the first operand.
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import logging
+import pickle
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,16 @@ _MAX_KERNELS, _NUM_SLOTS, _SLOT_WORDS = 8, 64, 16
 _WORK, _HELPER, _KERNELS, _SLOTS = 0, 8, 16, 16 + 16 * _MAX_KERNELS
 _TURN = 0  # the slot's use << 16, and how many helpers are at work on it
 _TAKEN, _NEXT, _TOTAL, _FRAME, _PIECE, _CALL = 8, 16, 24, 32, 40, 64
+
+Kernel = tuple[Callable[[int], int], Callable[[int, int], int]]
+"""A function of the frame's address that counts pieces; and one of that address and a piece's
+number that does the piece and gives 0. Pieces run in any order and at once. Both are plain
+functions of a module."""
+
+_CACHE_ERRORS = OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError
+"""What numba raises of a directory that is full, or holds something else."""
+
+logger = logging.getLogger(__name__)
 
 _kept: list[Any] = []
 """Machine code and memory that XLA has the addresses of."""
@@ -314,53 +326,70 @@ def _handle(frame: int) -> int:
     return 0
 
 
-def register(
-    kernels: Mapping[int, tuple[Callable[[int], int], Callable[[int, int], int]]],
-    cache_dir: str = "",
-) -> None:
+def register(kernels: Mapping[int, Kernel], cache_dir: str = "") -> None:
     """Compile kernels, or read what was compiled, and make them known to XLA.
 
     Args:
-        kernels: By number: a function of the frame's address that counts pieces; and one of that
-            address and a piece's number that does the piece and gives 0. Pieces run in any order
-            and at once. Both are plain functions of a module.
+        kernels: By number.
         cache_dir: Where machine code is kept; empty: nowhere.
     """
     words = np.zeros(_SLOTS // 8 + _NUM_SLOTS * _SLOT_WORDS, np.int64)
     llvmlite.binding.add_symbol(_SHARED, words.ctypes.data)
-    one, two = types.intp(types.intp), types.intp(types.intp, types.intp)
-    with _kept_in(cache_dir):
-        compile_one = cfunc(one, cache=bool(cache_dir))
-        compile_two = cfunc(two, cache=bool(cache_dir))
-        work, helper, handler = map(compile_one, (_take_pieces, _help_with, _handle))
-        made = {n: (compile_one(a), compile_two(b)) for n, (a, b) in kernels.items()}
+    directory = _own_directory(cache_dir) if cache_dir else None
+    try:
+        made = _compile(kernels, directory)
+    except _CACHE_ERRORS as e:
+        if directory is None:
+            raise
+        logger.warning("native cache not used path=%s error=%s", directory, e)
+        made = _compile(kernels, None)
+    handler, work, helper, *pieces = made
     words[_WORK // 8], words[_HELPER // 8] = work.address, helper.address
-    for index, pair in made.items():
+    for place, index in enumerate(kernels):
+        pair = pieces[2 * place :][:2]
         words[_KERNELS // 8 + 2 * index :][:2] = [function.address for function in pair]
-    _kept.extend((words, work, helper, handler, made))
+    _kept.extend((words, made))
     new_capsule = ctypes.pythonapi.PyCapsule_New
     new_capsule.restype = ctypes.py_object
     new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     jax.ffi.register_ffi_target(_TARGET, new_capsule(handler.address, None, None), platform="cpu")
 
 
-@contextmanager
-def _kept_in(cache_dir: str) -> Iterator[None]:
-    """Let numba keep machine code in a directory of this version of the kernels.
-
-    numba knows a file by its own time alone, whatever it takes from others.
-    """
-    if not cache_dir:
-        yield
-        return
-    digest = hashlib.sha256(numba.__version__.encode())
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(file.read_bytes())
-    before, numba.config.CACHE_DIR = (
-        numba.config.CACHE_DIR,
-        str(Path(cache_dir).expanduser().absolute() / f"native-{digest.hexdigest()[:16]}"),
-    )
+def _compile(kernels: Mapping[int, Kernel], directory: Path | None) -> list[Any]:
+    """Handler, work and helper, and each kernel's two functions, kept in a directory if there is
+    one."""
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(directory or before)
     try:
-        yield
+        of_one = cfunc(types.intp(types.intp), cache=directory is not None)
+        of_two = cfunc(types.intp(types.intp, types.intp), cache=directory is not None)
+        made = [of_one(function) for function in (_handle, _take_pieces, _help_with)]
+        for count_pieces, do_piece in kernels.values():
+            made += [of_one(count_pieces), of_two(do_piece)]
+        return made
     finally:
         numba.config.CACHE_DIR = before
+
+
+def _own_directory(cache_dir: str) -> Path | None:
+    """A directory for this processor and this version of the kernels; None: it cannot be written.
+
+    numba knows a function by its own file alone, whatever that takes from others; and where its
+    directory fails it takes another, which is not ours to trust.
+    """
+    features = llvmlite.binding.get_host_cpu_features().flatten()
+    machine = f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()} {features}"
+    machine += f" {numba.config.CPU_NAME} {numba.config.CPU_FEATURES}"
+    digest = hashlib.sha256(machine.encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    parent = Path(cache_dir).expanduser().absolute()
+    directory = parent / f"native-{digest.hexdigest()[:16]}"
+    try:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except OSError as e:
+        logger.warning("native cache not used path=%s error=%s", directory, e)
+        return None

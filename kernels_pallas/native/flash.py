@@ -12,9 +12,9 @@ from jaxtyping import Float32
 from numba import njit
 
 from kernels_pallas.native import VECTOR, ffi
-from kernels_pallas.native.tiles import multiply_tile, transpose_tile, weigh_tile
+from kernels_pallas.native.tiles import IS_WIDE, multiply_tile, transpose_tile, weigh_tile
 
-LANES = 64
+LANES = 4 * VECTOR if IS_WIDE else VECTOR
 """Queries at a time."""
 KEYS = 128
 """Of a tile, at most."""
@@ -181,7 +181,7 @@ def add(state: State, values: int, stride: int, num_keys: int) -> None:
 
 @njit(fastmath=True, error_model="numpy")
 def finish(state: State) -> None:
-    """Leave the results in the rows; zeros for who has seen nothing."""
+    """Leave the results in the rows; zeros where nothing was scored."""
     width, total = _in_vectors(state.channels), ffi.floats(state.total, LANES)
     for c in range(state.channels):
         sums = ffi.floats(state.sums + c * _ROW_BYTES, LANES)

@@ -2,7 +2,7 @@
 
 XLA's products reach two thirds of this arithmetic where rows are many and short, and leave what
 follows them a pass over memory of its own. Here a piece of work is a panel of columns by a block of
-rows: the panel is widened and turned once, then eight rows at a time meet it, 24 sums in registers
+rows: the panel is widened and turned once, then a few rows at a time meet it, sums in registers
 (the blocking of Goto and van de Geijn, doi:10.1145/1356052.1356053, with one level less).
 """
 
@@ -12,9 +12,9 @@ from jaxtyping import Array, Float
 from numba import njit
 
 from kernels_pallas.native import GATED_ROWS, MANY_ROWS, VECTOR, ffi
-from kernels_pallas.native.tiles import gate_tile, multiply_tile, transpose_tile
+from kernels_pallas.native.tiles import IS_WIDE, gate_tile, multiply_tile, transpose_tile
 
-_ROWS, _VECTORS = 8, 3
+_ROWS, _VECTORS = (8, 3) if IS_WIDE else (4, 1)
 _PANEL = VECTOR * _VECTORS  # columns
 _BLOCK = 512  # rows of a piece: enough to pay for the panel
 
@@ -22,7 +22,7 @@ Panel = Float[np.ndarray, "K X"]
 """Scratch. Functions take it as an array: numba frees one after the last line that names it, and
 an address names nothing."""
 
-_eight, _one = (multiply_tile(n, _VECTORS) for n in (_ROWS, 1))
+_several, _one = (multiply_tile(n, _VECTORS) for n in (_ROWS, 1))
 _turn = transpose_tile(widen=True)
 
 
@@ -98,7 +98,7 @@ def _multiply(x: int, panel_KX: Panel, out: int, stride: int, num_rows: int) -> 
     whole = num_rows - num_rows % _ROWS
     for row in range(0, whole, _ROWS):
         source, target = x + 4 * row * depth, out + 4 * row * stride
-        _eight(source, depth, 1, panel, _PANEL, bias, 0, target, stride, depth)
+        _several(source, depth, 1, panel, _PANEL, bias, 0, target, stride, depth)
     for row in range(whole, num_rows):
         source, target = x + 4 * row * depth, out + 4 * row * stride
         _one(source, depth, 1, panel, _PANEL, bias, 0, target, stride, depth)

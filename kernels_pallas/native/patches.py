@@ -12,9 +12,9 @@ from numba import njit
 from kernels_pallas.native import PATCHES, ffi, flash
 
 
-def takes(q_NHC: tuple[int, ...]) -> bool:
-    """Whether the kernel takes heads of such a shape."""
-    return q_NHC[0] % flash.STEP == 0 and q_NHC[2] % flash.STEP == 0
+def takes(q_NHC: tuple[int, ...], block: int | None) -> bool:
+    """Whether the kernel takes heads of such a shape, and such blocks."""
+    return all(n % flash.STEP == 0 for n in (q_NHC[0], q_NHC[2], block or 0))
 
 
 def attend_patches(

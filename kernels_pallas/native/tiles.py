@@ -7,6 +7,8 @@ which sums stay in registers. Arguments are addresses, and strides counted in el
 from collections.abc import Sequence
 from typing import Any
 
+import llvmlite.binding
+import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -15,6 +17,11 @@ from numba.extending import intrinsic
 
 from kernels_pallas.native import VECTOR
 from kernels_pallas.native.ffi import INT32, INT64
+
+IS_WIDE = "+avx512f" in (
+    numba.config.CPU_FEATURES or llvmlite.binding.get_host_cpu_features().flatten()
+)
+"""Whether a register holds a whole `VECTOR`, and there are 32 of them; else 16 of half of one."""
 
 _FLOAT, _INT16 = ir.FloatType(), ir.IntType(16)
 _FLOATS, _WORDS = ir.VectorType(_FLOAT, VECTOR), ir.VectorType(INT32, VECTOR)
@@ -38,11 +45,11 @@ def multiply_tile(num_rows: int, num_vectors: int) -> Any:
         a, other, init, out = (
             b.inttoptr(address, _FLOAT.as_pointer()) for address in (a, other, init, out)
         )
-        fma = _function(b, f"fma.v{VECTOR}f32", _FLOATS, [_FLOATS] * 3)
-        rows = [b.gep(a, [b.mul(_word(i), a_row)]) for i in range(num_rows)]
+        fma = function(b, f"fma.v{VECTOR}f32", _FLOATS, [_FLOATS] * 3)
+        rows = [b.gep(a, [b.mul(word(i), a_row)]) for i in range(num_rows)]
         before, loop, after = b.block, b.append_basic_block(), b.append_basic_block()
         first = [
-            _load(b, init, b.add(b.mul(_word(i), init_row), _word(VECTOR * v)))
+            _load(b, init, b.add(b.mul(word(i), init_row), word(VECTOR * v)))
             for i in range(num_rows)
             for v in range(num_vectors)
         ]
@@ -50,17 +57,17 @@ def multiply_tile(num_rows: int, num_vectors: int) -> Any:
         b.position_at_end(loop)
         k, of_a, of_other = (b.phi(INT64) for _ in range(3))
         sums = [b.phi(_FLOATS) for _ in first]
-        columns = [_load(b, other, b.add(of_other, _word(VECTOR * v))) for v in range(num_vectors)]
+        columns = [_load(b, other, b.add(of_other, word(VECTOR * v))) for v in range(num_vectors)]
         new = []
         for i, row in enumerate(rows):
             x = _splat(b, b.load(b.gep(row, [of_a]), align=4))
             for v, y in enumerate(columns):
                 new.append(b.call(fma, [x, y, sums[i * num_vectors + v]]))
-        next_k = b.add(k, _word(1))
+        next_k = b.add(k, word(1))
         for phi, step in ((k, next_k), (of_a, b.add(of_a, a_depth))):
-            phi.add_incoming(_word(0), before)
+            phi.add_incoming(word(0), before)
             phi.add_incoming(step, loop)
-        of_other.add_incoming(_word(0), before)
+        of_other.add_incoming(word(0), before)
         of_other.add_incoming(b.add(of_other, other_depth), loop)
         for total, start, value in zip(sums, first, new, strict=True):
             total.add_incoming(start, before)
@@ -69,7 +76,7 @@ def multiply_tile(num_rows: int, num_vectors: int) -> Any:
         b.position_at_end(after)
         for place, value in enumerate(new):
             i, v = divmod(place, num_vectors)
-            _store(b, value, out, b.add(b.mul(_word(i), out_row), _word(VECTOR * v)))
+            _store(b, value, out, b.add(b.mul(word(i), out_row), word(VECTOR * v)))
         return context.get_dummy_value()
 
     signature = types.void(*[types.intp] * 10)
@@ -98,9 +105,9 @@ def transpose_tile(*, widen: bool) -> Any:
         tile, out = b.inttoptr(args[0], item.as_pointer()), b.inttoptr(args[2], _FLOAT.as_pointer())
         rows = []
         for i in range(VECTOR):
-            where = b.gep(tile, [b.mul(_word(i), args[1])])
+            where = b.gep(tile, [b.mul(word(i), args[1])])
             row = b.load(b.bitcast(where, ir.VectorType(item, VECTOR).as_pointer()), align=2)
-            rows.append(_widened(b, row) if widen else row)
+            rows.append(widened(b, row) if widen else row)
         for bit in (1, 2, 4, 8):  # swap that bit of a number's row with that of its column
             low = [n if not n & bit else VECTOR + (n ^ bit) for n in range(VECTOR)]
             high = [n | bit if not n & bit else VECTOR + n for n in range(VECTOR)]
@@ -110,7 +117,7 @@ def transpose_tile(*, widen: bool) -> Any:
                     b.shuffle_vector(*pair, ir.Constant(_WORDS, lanes)) for lanes in (low, high)
                 )
         for i, row in enumerate(rows):
-            _store(b, row, out, b.mul(_word(i), args[3]))
+            _store(b, row, out, b.mul(word(i), args[3]))
         return context.get_dummy_value()
 
     @intrinsic
@@ -129,22 +136,22 @@ def weigh_tile(num_vectors: int) -> Any:
 
     def code(context: Any, b: ir.IRBuilder, _: Any, args: Any) -> Any:
         scores, top, total = (b.inttoptr(address, _FLOAT.as_pointer()) for address in args[:3])
-        places = [_word(VECTOR * v) for v in range(num_vectors)]
+        places = [word(VECTOR * v) for v in range(num_vectors)]
         tops = [_load(b, top, place) for place in places]
         starts = [_load(b, total, place) for place in places]
         before, loop, after = b.block, b.append_basic_block(), b.append_basic_block()
         b.branch(loop)
         b.position_at_end(loop)
         row = b.phi(INT64)
-        row.add_incoming(_word(0), before)
+        row.add_incoming(word(0), before)
         sums = [b.phi(_FLOATS) for _ in places]
         new = []
         for v, place in enumerate(places):
-            where = b.add(b.mul(row, _word(VECTOR * num_vectors)), place)
+            where = b.add(b.mul(row, word(VECTOR * num_vectors)), place)
             weight = _exp2(b, b.fsub(_load(b, scores, where), tops[v]))
             _store(b, weight, scores, where)
             new.append(b.fadd(sums[v], weight))
-        next_row = b.add(row, _word(1))
+        next_row = b.add(row, word(1))
         row.add_incoming(next_row, loop)
         for phi, start, value in zip(sums, starts, new, strict=True):
             phi.add_incoming(start, before)
@@ -174,13 +181,13 @@ def _gate(context: Any, b: ir.IRBuilder, _: Any, args: Any) -> Any:
     b.branch(loop)
     b.position_at_end(loop)
     i = b.phi(INT64)
-    i.add_incoming(_word(0), before)
+    i.add_incoming(word(0), before)
     gate = _load(b, gates, i)
     one = ir.Constant(_FLOATS, [1.0] * VECTOR)
     exponent = b.fmul(gate, ir.Constant(_FLOATS, [-float(np.log2(np.e))] * VECTOR))
     silu = b.fdiv(gate, b.fadd(one, _exp2(b, exponent)))
     _store(b, b.fmul(silu, _load(b, ups, i)), gates, i)
-    next_i = b.add(i, _word(VECTOR))
+    next_i = b.add(i, word(VECTOR))
     i.add_incoming(next_i, loop)
     b.cbranch(b.icmp_signed("<", next_i, args[2]), loop, after)
     b.position_at_end(after)
@@ -189,11 +196,11 @@ def _gate(context: Any, b: ir.IRBuilder, _: Any, args: Any) -> Any:
 
 def _exp2(b: ir.IRBuilder, x: Any) -> Any:
     """2^x; of what is below `_LOWEST` or above its opposite, that of these."""
-    fma = _function(b, f"fma.v{VECTOR}f32", _FLOATS, [_FLOATS] * 3)
+    fma = function(b, f"fma.v{VECTOR}f32", _FLOATS, [_FLOATS] * 3)
     larger, smaller = (
-        _function(b, f"{name}num.v{VECTOR}f32", _FLOATS, [_FLOATS] * 2) for name in ("max", "min")
+        function(b, f"{name}num.v{VECTOR}f32", _FLOATS, [_FLOATS] * 2) for name in ("max", "min")
     )
-    nearest = _function(b, f"rint.v{VECTOR}f32", _FLOATS, [_FLOATS])
+    nearest = function(b, f"rint.v{VECTOR}f32", _FLOATS, [_FLOATS])
     for bound, limit in ((_LOWEST, larger), (-_LOWEST, smaller)):
         x = b.call(limit, [x, ir.Constant(_FLOATS, [bound] * VECTOR)])
     whole = b.call(nearest, [x])
@@ -206,13 +213,15 @@ def _exp2(b: ir.IRBuilder, x: Any) -> Any:
     return b.fmul(value, power)
 
 
-def _function(b: ir.IRBuilder, name: str, returned: ir.Type, taken: Sequence[ir.Type]) -> Any:
+def function(b: ir.IRBuilder, name: str, returned: ir.Type, taken: Sequence[ir.Type]) -> Any:
+    """One of LLVM's own."""
     return cgutils.get_or_insert_function(
         b.module, ir.FunctionType(returned, taken), f"llvm.{name}"
     )
 
 
-def _word(number: int) -> Any:
+def word(number: int) -> Any:
+    """A number as LLVM takes it."""
     return ir.Constant(INT64, number)
 
 
@@ -230,7 +239,7 @@ def _splat(b: ir.IRBuilder, number: Any) -> Any:
     return b.shuffle_vector(first, nothing, ir.Constant(_WORDS, [0] * VECTOR))
 
 
-def _widened(b: ir.IRBuilder, halves: Any) -> Any:
-    """A bfloat16 is the high half of a float32."""
+def widened(b: ir.IRBuilder, halves: Any) -> Any:
+    """Bits of bfloat16 as float32, whose high halves they are."""
     wide = b.shl(b.zext(halves, _WORDS), ir.Constant(_WORDS, [16] * VECTOR))
     return b.bitcast(wide, _FLOATS)

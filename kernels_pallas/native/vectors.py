@@ -4,14 +4,14 @@ from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels_pallas.native import VECTOR
 from kernels_pallas.native.ffi import INT32, INT64
+from kernels_pallas.native.tiles import IS_WIDE, function, widened, word
 
 _FLOAT, _INT16 = ir.FloatType(), ir.IntType(16)
-_VECTOR, _WIDE = ir.VectorType(_FLOAT, VECTOR), ir.VectorType(INT32, VECTOR)
+_VECTOR = ir.VectorType(_FLOAT, VECTOR)
 
 _AHEAD = 8
 """Columns from the one that is read to the one that is asked for meanwhile."""
@@ -20,41 +20,37 @@ _AHEAD = 8
 def _dot(num_rows: int, num_columns: int, *, widen: bool) -> Any:
     """An intrinsic: dot products of some rows with some columns, the sums in registers.
 
-    Up to four rows meet one column at a time, a plain stream, which is what memory is quickest at;
-    eight rows are bound by arithmetic, and two columns share what is loaded of them. Arguments are
-    as in `dot_rows`.
+    One column is a plain stream, which is what memory is quickest at; four rows and more are bound
+    by arithmetic, and two columns share what is loaded of them. Arguments are as in `dot_rows`.
     """
     item = _INT16 if widen else _FLOAT
 
     def code(context: Any, b: ir.IRBuilder, _: Any, args: Any) -> Any:
         rows, out = (b.inttoptr(address, _FLOAT.as_pointer()) for address in (args[0], args[2]))
         first, depth, stride = b.inttoptr(args[1], item.as_pointer()), args[3], args[4]
-        fma = _function(b, f"fma.v{VECTOR}f32", _VECTOR, *[_VECTOR] * 3)
+        fma = function(b, f"fma.v{VECTOR}f32", _VECTOR, [_VECTOR] * 3)
         byte = ir.IntType(8).as_pointer()
-        prefetch = _function(b, "prefetch.p0", ir.VoidType(), byte, *[INT32] * 3)
-        columns = [b.gep(first, [b.mul(_word(i), depth)]) for i in range(num_columns)]
+        prefetch = function(b, "prefetch.p0", ir.VoidType(), [byte, *[INT32] * 3])
+        columns = [b.gep(first, [b.mul(word(i), depth)]) for i in range(num_columns)]
         before, loop, after = b.block, b.append_basic_block(), b.append_basic_block()
         b.branch(loop)
         b.position_at_end(loop)
         k = b.phi(INT64)
-        k.add_incoming(_word(0), before)
+        k.add_incoming(word(0), before)
         sums = [b.phi(_VECTOR) for _ in range(num_rows * num_columns)]
         weights = []
         for column in columns:
             where = b.gep(column, [k])
             y = b.load(b.bitcast(where, ir.VectorType(item, VECTOR).as_pointer()), align=2)
-            if widen:  # a bfloat16 is the high half of a float32
-                wide = b.shl(b.zext(y, _WIDE), ir.Constant(_WIDE, [16] * VECTOR))
-                y = b.bitcast(wide, _VECTOR)
-            weights.append(y)
-            ahead = b.bitcast(b.gep(where, [b.mul(_word(_AHEAD), depth)]), byte)
+            weights.append(widened(b, y) if widen else y)
+            ahead = b.bitcast(b.gep(where, [b.mul(word(_AHEAD), depth)]), byte)
             b.call(prefetch, [ahead, *(ir.Constant(INT32, n) for n in (0, 2, 1))])
         new = []
         for i in range(num_rows):
-            row = b.gep(rows, [b.add(k, b.mul(_word(i), depth))])
+            row = b.gep(rows, [b.add(k, b.mul(word(i), depth))])
             x = b.load(b.bitcast(row, _VECTOR.as_pointer()), align=4)
             new += [b.call(fma, [x, y, sums[i * num_columns + j]]) for j, y in enumerate(weights)]
-        next_k = b.add(k, _word(VECTOR))
+        next_k = b.add(k, word(VECTOR))
         k.add_incoming(next_k, loop)
         for total, value in zip(sums, new, strict=True):
             total.add_incoming(ir.Constant(_VECTOR, [0.0] * VECTOR), before)
@@ -65,7 +61,7 @@ def _dot(num_rows: int, num_columns: int, *, widen: bool) -> Any:
         for place in range(len(new)):
             i, j = divmod(place, num_columns)
             lane = ir.Constant(INT32, place * (VECTOR // len(new)))
-            target = b.gep(out, [b.add(b.mul(_word(i), stride), _word(j))])
+            target = b.gep(out, [b.add(b.mul(word(i), stride), word(j))])
             b.store(b.extract_element(totals, lane), target)
         return context.get_dummy_value()
 
@@ -107,16 +103,6 @@ def _halves_added(b: ir.IRBuilder, x: Any, y: Any, low: list[int], half: int) ->
     return b.fadd(*(b.shuffle_vector(x, y, picked) for picked in lanes))
 
 
-def _function(b: ir.IRBuilder, name: str, returned: ir.Type, *taken: ir.Type) -> Any:
-    return cgutils.get_or_insert_function(
-        b.module, ir.FunctionType(returned, taken), f"llvm.{name}"
-    )
-
-
-def _word(number: int) -> Any:
-    return ir.Constant(INT64, number)
-
-
 def dot_rows(*, widen: bool) -> Any:
     """A function: dot products of rows with one column.
 
@@ -132,10 +118,10 @@ def dot_rows(*, widen: bool) -> Any:
     @njit
     def run(rows: int, column: int, out: int, depth: int, stride: int, num_rows: int) -> None:
         left, row_bytes = num_rows, 4 * depth
-        while left >= 8:
+        while IS_WIDE and left >= 8:
             eight(rows, column, out, depth, stride)
             left, rows, out = left - 8, rows + 8 * row_bytes, out + 32 * stride
-        if left >= 4:
+        while left >= 4:
             four(rows, column, out, depth, stride)
             left, rows, out = left - 4, rows + 4 * row_bytes, out + 16 * stride
         if left >= 2:
@@ -148,7 +134,7 @@ def dot_rows(*, widen: bool) -> Any:
 
 
 def dot_pairs(*, widen: bool) -> Any:
-    """The same for two columns that lie one behind the other."""
+    """The same for two columns that lie one behind the other, at once where registers allow."""
     eight, four = (_dot(n, 2, widen=widen) for n in (8, 4))
     rest = dot_rows(widen=widen)
     item_bytes = 2 if widen else 4
@@ -156,10 +142,10 @@ def dot_pairs(*, widen: bool) -> Any:
     @njit
     def run(rows: int, columns: int, out: int, depth: int, stride: int, num_rows: int) -> None:
         left, row_bytes = num_rows, 4 * depth
-        while left >= 8:
+        while IS_WIDE and left >= 8:
             eight(rows, columns, out, depth, stride)
             left, rows, out = left - 8, rows + 8 * row_bytes, out + 32 * stride
-        while left >= 4:
+        while IS_WIDE and left >= 4:
             four(rows, columns, out, depth, stride)
             left, rows, out = left - 4, rows + 4 * row_bytes, out + 16 * stride
         if left > 0:

@@ -47,7 +47,7 @@ def segment_attention(
             k_HNC = jnp.moveaxis(k_NHC, 1, 0)
             out_NX = kernel.segment_attention(q_NX, k_HNC, v_NX, plan, tile=tile, block=block)
             return out_NX.reshape(q_NHC.shape)
-        case "native" if _native_takes(q_NHC):
+        case "native" if _native_takes(q_NHC, None):
             return _native(q_NHC, k_NHC, v_NHC, segment_N, None)
         case "portable" | "native":
             return portable.segment_attention(q_NHC, k_NHC, v_NHC, segment_N)
@@ -92,7 +92,7 @@ def window_attention(
             q_NX, k_NX, v_NX = (x_NHC.reshape(num, -1) for x_NHC in (_scaled(q_NHC), k_NHC, v_NHC))
             out_NX = windows.window_attention(q_NX, k_NX, v_NX, window_N, channels=channels)
             return out_NX.reshape(q_NHC.shape)
-        case "native" if _native_takes(q_NHC):
+        case "native" if _native_takes(q_NHC, block):
             return _native(q_NHC, k_NHC, v_NHC, window_N, block)
         case "portable" | "native":
             return portable.window_attention(q_NHC, k_NHC, v_NHC, window_N, block)
@@ -100,10 +100,10 @@ def window_attention(
             return reference.window_attention(q_NHC, k_NHC, v_NHC, window_N, block)
 
 
-def _native_takes(q_NHC: Array) -> bool:
+def _native_takes(q_NHC: Array, block: int | None) -> bool:
     from kernels_pallas.native import patches
 
-    return q_NHC.dtype == jnp.float32 and patches.takes(q_NHC.shape)
+    return q_NHC.dtype == jnp.float32 and patches.takes(q_NHC.shape, block)
 
 
 def _native(q_NHC: Array, k_NHC: Array, v_NHC: Array, id_N: Array, block: int | None) -> Array:

@@ -1,10 +1,13 @@
 """Kernels for CPUs that numba compiles and XLA calls."""
 
+import os
+import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -88,13 +91,13 @@ def test_calls_at_once_and_one_after_the_other_keep_to_themselves():
         assert max(threads.map(ask_often, range(len(cases)), timeout=120)) < 1e-4
 
 
-def step(lengths, counts, num_decodes, group, seed=0):
+def step(lengths, counts, num_decodes, group, seed=0, page=PAGE):
     """A step whose sequences have so many keys, of which so many are the step's; filler behind."""
     rng = np.random.default_rng(seed)
-    num_tokens, max_sequences, table = sum(counts) + 3, len(lengths) + 2, 16
+    num_tokens, max_sequences, table = sum(counts) + 3, len(lengths) + 2, max(1, 128 // page)
     shape = num_tokens, KV_HEADS * group, CHANNELS
     q_THC = jnp.asarray(3 * rng.standard_normal(shape), jnp.float32)
-    pages = rng.standard_normal((NUM_PAGES, 2 * KV_HEADS, PAGE, CHANNELS))
+    pages = rng.standard_normal((NUM_PAGES, 2 * KV_HEADS, page, CHANNELS))
     tables = np.stack([rng.permutation(NUM_PAGES)[:table] for _ in range(max_sequences)])
     padded = np.zeros((3, max_sequences), np.int32)
     padded[:, : len(lengths)] = np.cumsum([0, *counts[:-1]]), counts, lengths
@@ -204,7 +207,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize(
-    ("group", "window"), [(1, None), (3, None), (3, 1), (3, 8), (3, 19), (7, 19)]
+    ("group", "window"), [(1, None), (3, None), (7, None), (3, 1), (3, 8), (3, 19), (7, 19)]
 )
 @pytest.mark.parametrize("case", STEPS)
 def test_sequences_equal_the_reference(case, group, window):
@@ -222,6 +225,18 @@ def test_sequences_equal_the_reference(case, group, window):
     got, expected = attend("native"), attend("reference")
     np.testing.assert_allclose(got[:rows], expected[:rows], rtol=0, atol=1e-5)
     assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("page", [4, 16, 256])
+def test_pages_of_any_size(page):
+    """Of one step of keys; and of more than a tile of them."""
+    lengths = [9, 200, 256] if page == 256 else [9, 100, 128]
+    q_THC, pages, ragged = step(lengths, [1, 70, 33], 1, group=3, page=page)
+    got, expected = (
+        ragged_paged_attention(q_THC, pages, ragged, implementation=implementation)
+        for implementation in ("native", "reference")
+    )
+    np.testing.assert_allclose(got[:104], expected[:104], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -265,6 +280,39 @@ def test_machine_code_is_kept_for_the_next_process():
         kept = sorted(Path(cache_dir()).glob("native-*/**/*.nbc"))
         files.append([(path, path.stat().st_mtime_ns) for path in kept])
     assert files[0] and files[0] == files[1]
+
+
+def test_narrow_registers_give_the_same():
+    """A processor without AVX-512 has other tiles."""
+    features = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+sse4.2"
+    environment = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features}
+    tests = "number_of_rows or segment_alone or pages_of_any_size"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", tests]
+    ran = subprocess.run(
+        [*command, __file__], env=environment, capture_output=True, timeout=300, check=False
+    )
+    assert ran.returncode == 0, ran.stdout.decode()
+
+
+def test_where_machine_code_cannot_be_kept_it_is_compiled(tmp_path, monkeypatch, caplog):
+    from kernels_pallas.native import ffi
+
+    (tmp_path / "file").write_text("no directory")
+    assert ffi._own_directory(str(tmp_path / "file")) is None
+    asked = []
+
+    def compile_(_, directory):
+        asked.append(directory)
+        if directory:
+            raise pickle.UnpicklingError("truncated")
+        return [SimpleNamespace(address=1)] * 3
+
+    monkeypatch.setattr(ffi, "_compile", compile_)
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: None)
+    monkeypatch.setattr(ffi.llvmlite.binding, "add_symbol", lambda *_: None)
+    ffi.register({}, str(tmp_path / "kept"))
+    assert len(asked) == 2 and asked[0].parent == tmp_path / "kept" and asked[1] is None
+    assert "truncated" in caplog.text
 
 
 def test_without_numba_or_with_another_jaxlib_they_are_not_there(monkeypatch, caplog):

@@ -12,8 +12,8 @@ from jaxmm.models import read_config
 from jaxmm.models.loading import load_params, param_shapes
 from jaxmm.models.narrow import (
     as_bits,
+    bfloat16_parts,
     bits_shapes,
-    is_bfloat16,
     make_twin,
     of_step,
     twin_shapes,
@@ -51,10 +51,9 @@ def test_matrix_with_rows_too_long_to_be_widened_meanwhile_is_shared() -> None:
 
 
 def test_only_files_in_bfloat16_have_one() -> None:
-    for dtype, expected in (("bfloat16", True), ("float32", False)):
+    for dtype, expected in (("bfloat16", ("vision", "text")), ("float32", ())):
         directory = checkpoint("qwen2_5_vl", dtype=dtype)
-        assert is_bfloat16(directory, read_config(directory)) is expected
-        assert is_bfloat16(directory, read_config(directory), part="text") is expected
+        assert bfloat16_parts(directory, read_config(directory)) == expected
 
 
 def test_memory_decides() -> None:
@@ -113,7 +112,7 @@ def test_shapes_are_those_of_what_is_loaded() -> None:
     directory = checkpoint("qwen2_5_vl", dtype="bfloat16")
     config = read_config(directory)
     loaded = load_params(directory, config, np.float32, as_bits)
-    shapes = bits_shapes(param_shapes(config, np.float32))
+    shapes = bits_shapes(param_shapes(config, np.float32), ("vision", "text"))
     loaded, shapes = jax.tree.map(lambda x: (x.shape, np.dtype(x.dtype)), (loaded, shapes))
     assert loaded == shapes
 
@@ -121,7 +120,8 @@ def test_shapes_are_those_of_what_is_loaded() -> None:
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_no_matrix_of_a_layer_is_left_in_float32(family: str) -> None:
     """Its family would be slow, and nobody the wiser."""
-    shapes = bits_shapes(param_shapes(read_config(checkpoint(family)), np.float32))
+    shapes = param_shapes(read_config(checkpoint(family)), np.float32)
+    shapes = bits_shapes(shapes, ("vision", "text"))
     for path, x in jax.tree.leaves_with_path(shapes):
         is_bias = path[-1].key in ("qkv_3O", "gate_up_2F")
         if len(x.shape) > 1 and path[1].key == "layers":
