@@ -50,7 +50,7 @@ def test_module_imports_nothing_above_it(path: Path) -> None:
 def test_kernels_know_nothing_of_the_engine() -> None:
     python = {"collections", "enum", "functools", "math", "typing"}
     native = {"ctypes", "hashlib", "importlib", "logging", "pathlib", "pickle", "platform"}
-        native |= {"re", "tempfile", "threading"}
+    native |= {"re", "tempfile", "threading"}
     for path in ALL_MODULES:
         if dotted(path).startswith("kernels_pallas"):
             known = {"kernels_pallas", "jax", "jaxtyping", "numpy", *python}
