@@ -14,12 +14,14 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from kernels_pallas.native import PAGES, VECTOR, ffi, flash
+from kernels_pallas.native.tiles import multiply_tile
 from kernels_pallas.native.vectors import dot_rows
 
 _QUERIES, _PAGES, _NUM_DECODES, _NUM_SEQUENCES, _STARTS = range(5)
 _COUNTS, _LENGTHS, _TABLES, _SEEN, _WINDOW = range(5, 10)
 
-_score = dot_rows(widen=False)
+_AT_ONCE = 4  # query heads of a decode
+_score, _add_values = dot_rows(widen=False), multiply_tile(_AT_ONCE, 1)
 _LOG2_E = np.float32(1.44269504)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _LOWEST = np.float32(-87.0)
@@ -219,13 +221,12 @@ def _do_decode(frame: int, sequence: int, kv_head: int) -> None:
     for g in range(group):
         for c in range(channels):
             scaled_GC[g, c] = queries_GC[g, c] * scale
-    out_GC = ffi.floats(ffi.data(ffi.result(frame, 0)) + first, (group, channels))
-    score_GS = np.empty((group, page_size), np.float32)
-    sum_G2 = np.empty((group, 2), np.float32)  # the highest score, and the sum of weights
+    padded = (group + _AT_ONCE - 1) // _AT_ONCE * _AT_ONCE
+    score_GS = np.zeros((padded, page_size), np.float32)
+    sum_GC = np.zeros((padded, channels), np.float32)
+    sum_G2 = np.zeros((group, 2), np.float32)  # the highest score, and the sum of weights
     for g in range(group):
-        sum_G2[g, 0], sum_G2[g, 1] = np.float32(-1e30), np.float32(0.0)
-        for c in range(channels):
-            out_GC[g, c] = np.float32(0.0)
+        sum_G2[g, 0] = np.float32(-1e30)
     lowest = max(0, length - window) if window > 0 else 0
     page_bytes, head_bytes = 8 * num_kv * page_size * channels, 4 * page_size * channels
     for turn in range(lowest // page_size, (length + page_size - 1) // page_size):
@@ -233,10 +234,10 @@ def _do_decode(frame: int, sequence: int, kv_head: int) -> None:
         keys = ffi.data(pages) + page * page_bytes + kv_head * head_bytes
         values = keys + num_kv * head_bytes
         start, stop = max(0, lowest - turn * page_size), min(page_size, length - turn * page_size)
-        value_SC = ffi.floats(values, (page_size, channels))
-        for s in range(start, stop):
-            key, out = keys + 4 * s * channels, score_GS.ctypes.data + 4 * s
-            _score(scaled_GC.ctypes.data, key, out, channels, page_size, group)
+        for g in range(group):
+            query = scaled_GC.ctypes.data + 4 * g * channels
+            out = score_GS.ctypes.data + 4 * (g * page_size + start)
+            _score(keys + 4 * start * channels, query, out, channels, 1, stop - start)
         for g in range(group):
             highest = sum_G2[g, 0]
             for s in range(start, stop):
@@ -249,14 +250,20 @@ def _do_decode(frame: int, sequence: int, kv_head: int) -> None:
                 total += weight
             sum_G2[g, 0], sum_G2[g, 1] = highest, total
             for c in range(channels):
-                out_GC[g, c] *= shrink
-            for s in range(start, stop):
-                weight = score_GS[g, s]
-                for c in range(channels):
-                    out_GC[g, c] += weight * value_SC[s, c]
+                sum_GC[g, c] *= shrink
+        for g in range(0, padded, _AT_ONCE):
+            weights = score_GS.ctypes.data + 4 * (g * page_size + start)
+            for c in range(0, channels, VECTOR):
+                value, sums = values + 4 * (start * channels + c), sum_GC.ctypes.data
+                sums += 4 * (g * channels + c)
+                _add_values(
+                    weights, page_size, 1, value, channels, sums, channels, sums, channels,
+                    stop - start,
+                )  # fmt: skip
+    out_GC = ffi.floats(ffi.data(ffi.result(frame, 0)) + first, (group, channels))
     for g in range(group):
         for c in range(channels):
-            out_GC[g, c] /= sum_G2[g, 1]
+            out_GC[g, c] = sum_GC[g, c] / sum_G2[g, 1]
 
 
 KERNELS = {PAGES: (_count_pieces, _do_piece)}
