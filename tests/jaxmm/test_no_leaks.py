@@ -114,7 +114,7 @@ def test_thousand_random_requests_with_random_aborts_leave_nothing_behind() -> N
         outcomes.append(how)
         room.release()
 
-    with pages_left(on, 30), scheduling(on, reserve_tokens=0):
+    with pages_left(on, 12), scheduling(on, reserve_tokens=0):
         chats = [on.session() for _ in range(3)]
         for i in range(NUM_REQUESTS):
             if i % 20 == 0:

@@ -42,6 +42,7 @@ def test_the_last_layer_goes_on_with_sampled_tokens_alone(
         return left
 
     monkeypatch.setattr(PagedAttention, "kept", spy)
+    jax.clear_caches()  # what was traced before would not be traced again
     model = read_config(checkpoint(family))
     config = load_config(EngineConfig, None, {"max_running": "16", "buckets.max_step_tokens": "64"})
     sizes = settle_sizes(config, model, 256, platform="cpu", memory_bytes=1 << 30, itemsize=4)
