@@ -99,6 +99,7 @@ def settle_sizes(
         ConfigError: Settings that exceed the memory or the model, or contradict each other.
     """
     on_cpu = platform == "cpu"
+    weight_itemsize = weight_itemsize or itemsize
     num_lanes = 1 if split_encoder else num_chips
     page_size = config.pages.page_size or (64 if on_cpu else 128)
     max_running = round_up(config.max_running or (32 if on_cpu else 128), _ROW_GROUP)
@@ -132,7 +133,7 @@ def settle_sizes(
         on_cpu,
         memory_bytes,
         itemsize,
-        weight_itemsize or itemsize,
+        weight_itemsize,
         num_chips,
         num_lanes,
         kernels,
@@ -152,8 +153,7 @@ def settle_sizes(
         whole_items=model.text.both_ways,
         num_lanes=num_lanes,
     )
-    parts = _memory_parts(sizes, model, itemsize, num_chips, kernels)
-    parts["weights"] = parts["weights"] // itemsize * (weight_itemsize or itemsize)
+    parts = _memory_parts(sizes, model, itemsize, weight_itemsize, num_chips, kernels)
     if not on_cpu:  # where there is no limit to what a process may take
         lane_bytes = patch_bytes(model, itemsize, num_chips // num_lanes) * patches[-1]
         parts["media.max_pixels"] = lane_bytes
@@ -257,7 +257,7 @@ def has_room_for_twin(
     config: EngineConfig, model: ModelConfig, sizes: Sizes, memory_bytes: int
 ) -> bool:
     """Whether `memory_fraction` holds float32 weights, and half as much once more."""
-    needed = sum(_memory_parts(sizes, model, 4).values()) + 2 * weight_count(model)
+    needed = sum(_memory_parts(sizes, model, 4, 4).values()) + 2 * weight_count(model)
     return needed <= int(memory_bytes * config.memory_fraction)
 
 
@@ -265,13 +265,14 @@ def _memory_parts(
     sizes: Sizes,
     model: ModelConfig,
     itemsize: int,
+    weight_itemsize: int,
     num_chips: int = 1,
     kernels: Kernels = "portable",
 ) -> dict[str, int]:
     """Bytes of one chip by the setting that decides about them."""
     pages = sizes.num_pages * page_bytes(model, sizes.page_size, itemsize, kernels)
     return {
-        "weights": weight_count(model, num_chips, num_chips // sizes.num_lanes) * itemsize,
+        "weights": weight_count(model, num_chips, num_chips // sizes.num_lanes) * weight_itemsize,
         "pages.num_pages": pages // num_chips,
         "arena.num_rows": sizes.num_rows * model.text.row_width * itemsize,
         "max_running": sizes.max_running * model.text.vocab_size * _COUNT_BYTES,

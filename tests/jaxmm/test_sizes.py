@@ -1,6 +1,7 @@
 """The sizes of an engine: what is settled, what is refused, and what `jaxmm buckets` prints."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,3 +105,22 @@ def test_what_conversations_may_keep_is_shared_out_among_replicas() -> None:
     alone, one_of_four = (settle().scheduler(settings, num_replicas=n) for n in (1, 4))
     assert (alone.max_sessions, alone.max_kept_bytes) == (10, 1000)
     assert (one_of_four.max_sessions, one_of_four.max_kept_bytes) == (3, 250)
+
+
+def test_weights_count_as_they_are_kept() -> None:
+    """Room for three bytes a weight beside the arena: enough for bfloat16, not for float32."""
+    model, rows = read_config(checkpoint("qwen2_5_vl")), 16
+    arena = rows * model.text.row_width * 4
+    given = {"memory_fraction": "0.5", "arena.num_rows": str(rows), "pages.page_size": "4"}
+    settle = partial(
+        settle_sizes,
+        load_config(EngineConfig, None, {**given, "max_running": "16"}),
+        model,
+        16,
+        platform="cpu",
+        memory_bytes=2 * (3 * weight_count(model) + arena),
+        itemsize=4,
+    )
+    with pytest.raises(ConfigError, match="no room for KV pages"):
+        settle(weight_itemsize=4)
+    assert settle(weight_itemsize=2).num_pages >= 2
