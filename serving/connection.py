@@ -19,8 +19,8 @@ the answer before it has sent everything."""
 STALL_SECONDS = 60.0
 """Time that a client may take to read when what it has been sent has filled all buffers."""
 LAST_LOOK_SECONDS = 0.1
-"""From the end of a time to the close: after a pause of the whole process, in which times have
-ended and requests have come, the requests are read first."""
+"""From the end of a time, or of the server, to the close: after a pause of the whole process, in
+which times have ended and requests have come, the requests are read first."""
 MAX_CONNECTIONS = 8192
 
 _idle: WeakKeyDictionary[Any, dict["Connection", None]] = WeakKeyDictionary()
@@ -35,6 +35,7 @@ class Connection(HttpToolsProtocol):
     _num_heads = 0
     _num_head_bytes = 0
     _in_head = True
+    _is_leaving = False
 
     def connection_made(self, transport: Any) -> None:
         """Take a connection, or close it where there are too many that are not idle."""
@@ -74,6 +75,8 @@ class Connection(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
+        if self._is_leaving:
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         """The body is complete; what follows is the head of the next request."""
@@ -112,6 +115,14 @@ class Connection(HttpToolsProtocol):
         """The client has read."""
         self._stop_stalled()
         super().resume_writing()
+
+    def shutdown(self) -> None:
+        """The server ends: answer what is being asked or has been sent already, then close."""
+        self._is_leaving = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            super().shutdown()
+        elif self._in_head and self._num_head_bytes == 0:
+            self._look_again()  # otherwise the time of the head or the body is running
 
     def timeout_keep_alive_handler(self) -> None:
         """No request has followed."""

@@ -8,12 +8,13 @@ import threading
 import time
 
 import pytest
+import uvicorn
 
 from serving import connection
 from serving.config import ServerConfig
 from serving.main import uvicorn_config
 from tests.fakes import FakeEngine
-from tests.serving.conftest import ASK, post, running
+from tests.serving.conftest import ASK, listening, post, running
 
 PATIENCE_SECONDS = 15
 BODY = json.dumps({"messages": ASK}).encode()
@@ -221,3 +222,24 @@ def test_a_head_that_begins_before_the_answer_to_another_has_its_time_after_it(t
         time.sleep(0.1)
         client.sendall(b"POST /v1")
         assert read_to_end(client).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("num_answers", [0, 2])
+def test_a_request_that_is_unread_when_the_server_ends_is_answered(tokenizer, num_answers):
+    server = uvicorn.Server(uvicorn_config(FakeEngine(tokenizer), ServerConfig()))
+    with listening(server) as url, connected(url) as client:
+        for _ in range(num_answers):
+            client.sendall(WHOLE)
+            read_answer(client)
+        while not server.server_state.connections:
+            time.sleep(0.01)
+        (taken,) = server.server_state.connections
+
+        def end_with_a_request_in_the_socket():
+            client.sendall(WHOLE)
+            taken.shutdown()
+
+        taken.loop.call_soon_threadsafe(end_with_a_request_in_the_socket)
+        head, _, body = read_to_end(client).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200") and b"connection: close" in head
+        assert json.loads(body)["choices"]
