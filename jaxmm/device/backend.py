@@ -185,7 +185,7 @@ def _settle_kernels(
 def _has_native(dtype: DTypeLike) -> bool:
     """Whether there are kernels for this CPU, and for steps in such a type."""
     on_cpu = jax.default_backend() == "cpu" and np.dtype(dtype) == np.float32
-    return on_cpu and native.there()
+    return on_cpu and native.is_available()
 
 
 def model_obstacles(model: ModelConfig, dtype: DTypeLike) -> Iterator[str]:

@@ -25,7 +25,7 @@ _registered: list[bool] = []
 logger = logging.getLogger(__name__)
 
 
-def there() -> bool:
+def is_available() -> bool:
     """Whether they can be used: numba can, and jaxlib's interface is the one that they know."""
     if platform.machine() != "x86_64":
         return False
@@ -35,9 +35,12 @@ def there() -> bool:
         )
         return False
     try:
-        importlib.import_module("numba")
+        numba = importlib.import_module("numba")
     except ImportError as e:  # not installed, or it refuses this numpy
         logger.info("native=false reason=%s", e)
+        return False
+    if numba.config.DISABLE_JIT:
+        logger.warning("native=false reason=NUMBA_DISABLE_JIT is set")
         return False
     features = importlib.import_module("llvmlite.binding").get_host_cpu_features()
     return bool(features.get("fma", False))

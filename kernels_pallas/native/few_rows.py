@@ -40,7 +40,7 @@ def _do_piece(frame: int, piece: int) -> int:
     if stop % 2:
         weights = ffi.data(weight) + 2 * (stop - 1) * depth
         _dot(ffi.data(x), weights, ffi.data(y) + 4 * (stop - 1), depth, width, num_rows)
-    return 0
+    return ffi.DONE
 
 
 KERNELS = {FEW_ROWS: (_count_pieces, _do_piece)}

@@ -37,19 +37,25 @@ INT16, INT32, INT64 = (ir.IntType(bits) for bits in (16, 32, 64))
 _FRAME_EXTENSION, _FRAME_API, _FRAME_CONTEXT, _FRAME_ARGS, _FRAME_RESULTS = 8, 16, 24, 72, 112
 _BUFFER_DATA, _BUFFER_DIMS = 24, 40
 _METADATA, _METADATA_MAJOR, _METADATA_MINOR, _IS_METADATA = 24, 24, 28, 1
-_API_SCHEDULE, _API_NUM_THREADS = 136, 144
+_API_ERROR_CREATE, _API_ERROR_DESTROY, _API_SCHEDULE, _API_NUM_THREADS = 48, 64, 136, 144
+_RESOURCE_EXHAUSTED = 8
 
-# What the threads share, in words of 8 bytes: addresses of functions; then slots, one a call.
+# What the threads share, in words of 8 bytes: addresses of functions and of a text; then slots, one
+# a call.
 _TARGET, _SHARED = "jaxmm_native", "jaxmm_native_shared"
 _MAX_KERNELS, _NUM_SLOTS, _SLOT_WORDS = 8, 64, 16
-_WORK, _HELPER, _KERNELS, _SLOTS = 0, 8, 16, 16 + 16 * _MAX_KERNELS
+_WORK, _HELPER, _FAILURE, _KERNELS, _SLOTS = 0, 8, 16, 24, 24 + 16 * _MAX_KERNELS
 _TURN = 0  # the slot's use << 16, and how many helpers are at work on it
-_TAKEN, _NEXT, _TOTAL, _FRAME, _PIECE, _CALL = 8, 16, 24, 32, 40, 64
+_TAKEN, _NEXT, _TOTAL, _FRAME, _PIECE, _FAILED, _CALL = 8, 16, 24, 32, 40, 48, 64
 
 Kernel = tuple[Callable[[int], int], Callable[[int, int], int]]
 """A function of the frame's address that counts pieces; and one of that address and a piece's
-number that does the piece and gives 0. Pieces run in any order and at once. Both are plain
+number that does the piece and gives `DONE`. Pieces run in any order and at once. Both are plain
 functions of a module."""
+
+DONE = 1
+"""What a piece gives; one that found no memory gives 0, whatever it says."""
+_NO_MEMORY = ctypes.create_string_buffer(b"a kernel of jaxmm found no memory to work in")
 
 _CACHE_ERRORS = OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError
 """What numba raises of a directory that is full, or holds something else."""
@@ -256,7 +262,8 @@ def _take_pieces(slot: int) -> int:
     frame, total, do_piece = load(slot + _FRAME), load(slot + _TOTAL), load(slot + _PIECE)
     piece = fetch_add(slot + _NEXT, 1)
     while piece < total:
-        _call_with_two(do_piece, frame, piece)
+        if _call_with_two(do_piece, frame, piece) != DONE:
+            store(slot + _FAILED, 1)
         piece = fetch_add(slot + _NEXT, 1)
     return 0
 
@@ -285,19 +292,33 @@ def _ask_for_help(frame: int, slot: int, ticket: int, total: int) -> None:
     store(args + 8, 0)
     store(args + 16, load(frame + _FRAME_CONTEXT))
     store(args + 24, slot + _CALL + 48)
-    if call(load(api + _API_NUM_THREADS), args) != 0:
+    error = call(load(api + _API_NUM_THREADS), args)
+    if error != 0:
+        _drop_error(api, args, error)
         return
     num_threads = load(slot + _CALL + 48)
     store(args, 24 + 16)
     store(args + 24, load(_shared() + _HELPER))
     store(args + 32, ticket)
     for _ in range(min(num_threads, total) - 1):
-        if call(load(api + _API_SCHEDULE), args) != 0:
+        error = call(load(api + _API_SCHEDULE), args)
+        if error != 0:
+            _drop_error(api, args, error)
             return
 
 
 @njit
-def _run(frame: int) -> None:
+def _drop_error(api: int, args: int, error: int) -> None:
+    """Give an error of XLA's back; the work is done without the help it was about."""
+    store(args, 24)
+    store(args + 8, 0)
+    store(args + 16, error)
+    call(load(api + _API_ERROR_DESTROY), args)
+
+
+@njit
+def _run(frame: int) -> int:
+    """Do a call's pieces; gives the address of XLA's error, or 0."""
     kernel = _shared() + _KERNELS + 16 * number(frame, -1)
     total, index = call(load(kernel), frame), 0
     while not exchange_if(_slot(index) + _TAKEN, 0, 1):
@@ -308,11 +329,21 @@ def _run(frame: int) -> None:
     store(slot + _PIECE, load(kernel + 8))
     store(slot + _TOTAL, total)
     store(slot + _NEXT, 0)
+    store(slot + _FAILED, 0)
     _ask_for_help(frame, slot, turn * _NUM_SLOTS + index, total)
     call(load(_shared() + _WORK), slot)
     while not exchange_if(slot + _TURN, turn << 16, (turn + 1) << 16):
         pass  # a helper is at its last piece
+    error = 0
+    if load(slot + _FAILED) != 0:
+        args = slot + _CALL
+        store(args, 28)
+        store(args + 8, 0)
+        store(args + 16, load(_shared() + _FAILURE))
+        store(args + 24, _RESOURCE_EXHAUSTED)
+        error = call(load(load(frame + _FRAME_API) + _API_ERROR_CREATE), args)
     store(slot + _TAKEN, 0)
+    return error
 
 
 def _handle(frame: int) -> int:
@@ -322,8 +353,7 @@ def _handle(frame: int) -> int:
         store_int32(metadata + _METADATA_MAJOR, INTERFACE_VERSION[0])
         store_int32(metadata + _METADATA_MINOR, INTERFACE_VERSION[1])
         return 0
-    _run(frame)
-    return 0
+    return _run(frame)
 
 
 def register(kernels: Mapping[int, Kernel], cache_dir: str = "") -> None:
@@ -345,6 +375,7 @@ def register(kernels: Mapping[int, Kernel], cache_dir: str = "") -> None:
         made = _compile(kernels, None)
     handler, work, helper, *pieces = made
     words[_WORK // 8], words[_HELPER // 8] = work.address, helper.address
+    words[_FAILURE // 8] = ctypes.addressof(_NO_MEMORY)
     for place, index in enumerate(kernels):
         pair = pieces[2 * place :][:2]
         words[_KERNELS // 8 + 2 * index :][:2] = [function.address for function in pair]

@@ -20,7 +20,7 @@ KEYS = 128
 """Of a tile, at most."""
 STEP = 4
 """Channels are a multiple of it. Keys are read in such groups: what lies behind the last one has
-to be there, and finite."""
+to be there, and is not used."""
 
 _LINE = 16  # float32
 _VECTORS = LANES // VECTOR
@@ -126,8 +126,6 @@ def score(state: State, keys: int, stride: int, num_keys: int) -> None:
     for j in range(0, num_keys, STEP):
         source, out = keys + 4 * j * stride, state.scores + j * _ROW_BYTES
         _four(source, stride, 1, state.queries, LANES, state.zeros, 0, out, LANES, state.channels)
-    for j in range(num_keys, _in_steps(num_keys)):
-        hide(state, j)
 
 
 @njit
@@ -164,29 +162,28 @@ def hide_outside(state: State, first_key: int, num_keys: int) -> None:
 @njit
 def add(state: State, values: int, stride: int, num_keys: int) -> None:
     """Add the values of the keys that were scored."""
-    count = _in_steps(num_keys)
-    if _find_highest(state, count):
+    if _find_highest(state, num_keys):
         _shrink(state)
-    _weigh(state.scores, state.top, state.total, count)
+    _weigh(state.scores, state.top, state.total, num_keys)
     if stride != state.channels:
         # rows far apart share few places of the first-level cache, and each is read C / 4 times
-        for j in range(count):
+        for j in range(num_keys):
             _copy(values + 4 * j * stride, state.values + 4 * j * state.channels, state.channels)
         values = state.values
     for c in range(0, state.channels, STEP):
         sums = state.sums + c * _ROW_BYTES
         source = values + 4 * c
-        _four(source, 1, state.channels, state.scores, LANES, sums, LANES, sums, LANES, count)
+        _four(source, 1, state.channels, state.scores, LANES, sums, LANES, sums, LANES, num_keys)
 
 
-@njit(fastmath=True, error_model="numpy")
+@njit(error_model="numpy")
 def finish(state: State) -> None:
     """Leave the results in the rows; zeros where nothing was scored."""
     width, total = _in_vectors(state.channels), ffi.floats(state.total, LANES)
     for c in range(state.channels):
         sums = ffi.floats(state.sums + c * _ROW_BYTES, LANES)
         for x in range(LANES):
-            sums[x] = sums[x] / total[x] if total[x] > 0 else np.float32(0.0)
+            sums[x] = np.float32(0.0) if total[x] == 0 else sums[x] / total[x]
     for c in range(0, width, VECTOR):
         for x in range(0, LANES, VECTOR):
             source = state.sums + 4 * (c * LANES + x)
@@ -236,11 +233,6 @@ def _copy(source: int, target: int, count: int) -> None:
     values, out = ffi.floats(source, count), ffi.floats(target, count)
     for i in range(count):
         out[i] = values[i]
-
-
-@njit
-def _in_steps(num_keys: int) -> int:
-    return (num_keys + STEP - 1) // STEP * STEP
 
 
 @njit

@@ -125,13 +125,13 @@ def _do_piece(frame: int, piece: int) -> int:
     out = ffi.data(y) + 4 * (first_row * width + column)
     if columns == _PANEL:
         _multiply(source, panel_KX, out, width, num_rows)
-        return 0
+        return ffi.DONE
     tile_RX = np.empty((_ROWS, _PANEL), np.float32)
     for row in range(0, num_rows, _ROWS):
         count = min(_ROWS, num_rows - row)
         _multiply_into(source + 4 * row * depth, panel_KX, tile_RX, count)
         _copy(tile_RX, out + 4 * row * width, width, count, columns)
-    return 0
+    return ffi.DONE
 
 
 def _do_gated_piece(frame: int, piece: int) -> int:
@@ -152,7 +152,7 @@ def _do_gated_piece(frame: int, piece: int) -> int:
         _gate(tiles_2RX[0], tiles_2RX[1])
         out = ffi.data(y) + 4 * ((first_row + row) * width + column)
         _copy(tiles_2RX[0], out, width, count, columns)
-    return 0
+    return ffi.DONE
 
 
 @njit

@@ -110,14 +110,14 @@ def _do_piece(frame: int, piece: int) -> int:
     num_decodes = ffi.number(frame, _NUM_DECODES)
     if block < num_decodes:
         _do_decode(frame, block, kv_head)
-        return 0
+        return ffi.DONE
     block -= num_decodes
     sequence = num_decodes
     while block >= _num_blocks(frame, sequence):
         block -= _num_blocks(frame, sequence)
         sequence += 1
     _do_block(frame, sequence, kv_head, block * flash.LANES)
-    return 0
+    return ffi.DONE
 
 
 @njit

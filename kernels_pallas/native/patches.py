@@ -61,7 +61,7 @@ def _do_piece(frame: int, piece: int) -> int:
             after += 1
         _attend(frame, state, segment_N, first, after, head)
         first = after
-    return 0
+    return ffi.DONE
 
 
 @njit(error_model="numpy")

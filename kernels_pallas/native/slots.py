@@ -18,7 +18,8 @@ def write_slots(
     slot_T: Int32[Array, " T"],
     num_tokens: Int32[Array, ""],
 ) -> Float[Array, "P J S C"]:
-    """See `kv_update`; all float32. No two tokens have one slot."""
+    """See `kv_update`; all float32. Where two tokens have one slot, numbers of
+    either may stand there."""
     return ffi.run_kernel(
         SLOTS, pages_PJSC.shape, kv_TJC, slot_T, num_tokens.astype(jnp.int32), filled=pages_PJSC
     )
@@ -42,7 +43,7 @@ def _do_piece(frame: int, piece: int) -> int:
             source, target = ffi.floats(row, channels), ffi.floats(place, channels)
             for c in range(channels):
                 target[c] = source[c]
-    return 0
+    return ffi.DONE
 
 
 KERNELS = {SLOTS: (_count_pieces, _do_piece)}

@@ -195,14 +195,12 @@ def _gate(context: Any, b: ir.IRBuilder, _: Any, args: Any) -> Any:
 
 
 def _exp2(b: ir.IRBuilder, x: Any) -> Any:
-    """2^x; of what is below `_LOWEST` or above its opposite, that of these."""
+    """2^x; of what is below `_LOWEST` or above its opposite, that of these; NaN of NaN."""
     fma = function(b, f"fma.v{VECTOR}f32", _FLOATS, [_FLOATS] * 3)
-    larger, smaller = (
-        function(b, f"{name}num.v{VECTOR}f32", _FLOATS, [_FLOATS] * 2) for name in ("max", "min")
-    )
     nearest = function(b, f"rint.v{VECTOR}f32", _FLOATS, [_FLOATS])
-    for bound, limit in ((_LOWEST, larger), (-_LOWEST, smaller)):
-        x = b.call(limit, [x, ir.Constant(_FLOATS, [bound] * VECTOR)])
+    for limit, sign in ((_LOWEST, ">"), (-_LOWEST, "<")):  # one instruction each, and NaN stays
+        bound = ir.Constant(_FLOATS, [limit] * VECTOR)
+        x = b.select(b.fcmp_ordered(sign, bound, x), bound, x)
     whole = b.call(nearest, [x])
     rest = b.fsub(x, whole)
     *lower, value = (ir.Constant(_FLOATS, [float(np.float32(c))] * VECTOR) for c in _EXP2_TERMS)

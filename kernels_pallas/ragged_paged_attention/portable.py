@@ -106,6 +106,7 @@ def _attend_tile(
         last_X = lax.dynamic_slice_in_dim(ragged.seen_T, token, block)
         ours_X = (position_X >= first_position) & (position_X < length)
         num_keys = jnp.minimum(length, jnp.max(jnp.where(ours_X, last_X, 0)) + 1)
+    last_X = jnp.minimum(last_X, length - 1)  # of rows behind the chunk's last
     lowest = 0 if window is None else jnp.maximum(first_position - window + 1, 0) // page_size
 
     scale = jnp.asarray(latent.scale if latent else channels**-0.5, q_TKGC.dtype)
@@ -144,6 +145,7 @@ def _attend_tile(
         new_max_KY = jnp.maximum(max_KY, scores_KYZ.max(-1))
         weights_KYZ = jnp.exp(scores_KYZ - new_max_KY[..., None])
         shrink_KY = jnp.exp(max_KY - new_max_KY)
+        v_KZV = jnp.where((key_Z < length)[:, None], v_KZV, 0)  # what others left there may be NaN
         part_KYV = jnp.einsum(
             "KYZ,KZV->KYV",
             weights_KYZ.astype(v_KZV.dtype),

@@ -88,7 +88,7 @@ def test_a_backend_that_cannot_run_here_is_refused_at_start(setting: dict, words
 def test_auto_is_portable_on_a_cpu() -> None:
     model = read_config(checkpoint("qwen2_5_vl"))
     [chosen] = settle_backends("auto", 1, 1, model, np.float32)
-    assert chosen == Backend("portable", None, native=native.there())
+    assert chosen == Backend("portable", None, native=native.is_available())
     [plain] = settle_backends("portable", 1, 1, model, np.float32)
     assert plain == Backend("portable", None)
 
@@ -98,7 +98,7 @@ def test_kernels_of_a_cpu_are_for_float32() -> None:
     model = read_config(checkpoint("qwen2_5_vl"))
     experts = dataclasses.replace(model, text=dataclasses.replace(model.text, num_experts=4))
     assert not settle_backends("auto", 1, 1, model, np.float16)[0].native
-    assert settle_backends("auto", 1, 1, experts, np.float32)[0].native is native.there()
+    assert settle_backends("auto", 1, 1, experts, np.float32)[0].native is native.is_available()
 
 
 def test_what_the_kernels_cannot_take_is_named() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels_pallas.ragged_paged_attention import layout
+from kernels_pallas.ragged_paged_attention import Ragged, layout
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,16 @@ def random_step(
         num_decode=len(decodes),
         num_sequences=len(runs),
     )
+
+
+def held_alone(pages_PJSC: np.ndarray, ragged: Ragged, elsewhere: float) -> np.ndarray:
+    """The pages with one number wherever no sequence has a key: what others have left there."""
+    out = np.full(pages_PJSC.shape, elsewhere, np.float32)
+    for b in range(int(ragged.num_sequences)):
+        key = np.arange(int(ragged.lengths_B[b]))
+        place = np.array(ragged.tables_BQ[b])[key // out.shape[2]], slice(None), key % out.shape[2]
+        out[place] = np.asarray(pages_PJSC)[place]
+    return out
 
 
 def _rows(rng: np.random.Generator, count: int, kv_heads: int, channels: int) -> np.ndarray:

@@ -20,8 +20,9 @@ from kernels_pallas.kv_update import kv_update
 from kernels_pallas.ragged_paged_attention import Ragged, ragged_paged_attention
 from kernels_pallas.segment_attention.api import segment_attention, window_attention
 from tests.engines import cache_dir
+from tests.kernels_pallas.steps import held_alone
 
-pytestmark = pytest.mark.skipif(not native.there(), reason="no numba, or another jaxlib")
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="no numba, or another jaxlib")
 
 KV_HEADS, PAGE, CHANNELS, NUM_PAGES = 2, 8, 32, 64
 
@@ -211,20 +212,50 @@ STEPS = {
 )
 @pytest.mark.parametrize("case", STEPS)
 def test_sequences_equal_the_reference(case, group, window):
+    """Whatever others have left in the slots behind a sequence."""
     q_THC, pages, ragged = step(*STEPS[case], group)
 
-    def attend(implementation):
+    def attend(implementation, elsewhere):
         return jax.jit(
             lambda q, p, r: ragged_paged_attention(
                 q, p, r, window=window, implementation=implementation
             )
-        )(q_THC, pages, ragged)
+        )(q_THC, held_alone(pages, ragged, elsewhere), ragged)
 
     _, counts, _ = STEPS[case]
     rows = sum(counts)  # what lies behind is filler
-    got, expected = attend("native"), attend("reference")
+    got, expected = attend("native", np.nan), attend("reference", 0.0)
     np.testing.assert_allclose(got[:rows], expected[:rows], rtol=0, atol=1e-5)
     assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("implementation", ["native", "portable"])
+@pytest.mark.parametrize("count", [1, 40])
+def test_what_is_no_number_is_not_hidden(count, implementation):
+    """Of a query, its own row; of a key or a value, the heads of all rows that see it."""
+    group, length = 3, 50
+    q_THC, pages, ragged = step([length], [count], int(count == 1), group)
+    q_THC, pages = np.array(q_THC), np.array(pages)
+    first = length - count
+
+    def rows_without_number():
+        out = ragged_paged_attention(
+            jnp.array(q_THC), jnp.array(pages), ragged, implementation=implementation
+        )
+        return np.isnan(out[:count]).any(2)
+
+    row = count // 2
+    kept, q_THC[row, 4, 7] = q_THC[row, 4, 7], np.nan
+    found_TH = rows_without_number()
+    assert found_TH[row, 4] and found_TH.sum() == 1
+    q_THC[row, 4, 7] = kept
+    key = first + row
+    for is_value in (0, 1):
+        place = int(ragged.tables_BQ[0, key // PAGE]), KV_HEADS * is_value + 1, key % PAGE, 3
+        kept, pages[place] = pages[place], np.nan
+        found_TH = rows_without_number()
+        assert found_TH[row:, group:].all() and not found_TH[:, :group].any()
+        pages[place] = kept
 
 
 @pytest.mark.parametrize("page", [4, 16, 256])
@@ -262,6 +293,32 @@ def test_scores_of_any_size(count):
         for implementation in ("native", "reference")
     )
     np.testing.assert_allclose(got[:count], expected[:count], rtol=0, atol=1e-5)
+
+
+def test_a_call_that_finds_no_memory_fails():
+    """And what it was to write is nobody's answer."""
+    script = (
+        "import resource, sys, jax, jax.numpy as jnp\n"
+        "from kernels_pallas import native\n"
+        "native.register(sys.argv[1])\n"
+        "from kernels_pallas.native import many_rows\n"
+        "x, weights = jnp.ones((20, 1 << 19)), jnp.ones((48, 1 << 19), jnp.bfloat16)\n"
+        "run = jax.jit(many_rows.many_rows)\n"
+        "assert run(x, weights)[3, 4] == 1 << 19\n"
+        "pages = int(open('/proc/self/statm').read().split()[0])\n"
+        "limit = pages * resource.getpagesize() + (20 << 20)\n"
+        "before = resource.getrlimit(resource.RLIMIT_AS)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))\n"
+        "try:\n"
+        "    run(x, weights).block_until_ready()\n"
+        "except Exception as e:\n"
+        "    print(e)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, before)\n"
+        "assert run(x, weights)[3, 4] == 1 << 19\n"
+    )
+    command = [sys.executable, "-c", script, cache_dir()]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert "RESOURCE_EXHAUSTED" in ran.stdout and "found no memory" in ran.stdout
 
 
 def test_machine_code_is_kept_for_the_next_process():
@@ -315,9 +372,17 @@ def test_where_machine_code_cannot_be_kept_it_is_compiled(tmp_path, monkeypatch,
     assert "truncated" in caplog.text
 
 
+def test_where_numba_may_not_compile_they_are_not_there(monkeypatch, caplog):
+    import numba
+
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
+    assert not native.is_available()
+    assert "NUMBA_DISABLE_JIT" in caplog.text
+
+
 def test_without_numba_or_with_another_jaxlib_they_are_not_there(monkeypatch, caplog):
     monkeypatch.setattr(native, "_interface_version", lambda: (0, 4))
-    assert not native.there()
+    assert not native.is_available()
     assert "not (0, 3)" in caplog.text
     monkeypatch.undo()
 
@@ -325,4 +390,4 @@ def test_without_numba_or_with_another_jaxlib_they_are_not_there(monkeypatch, ca
         raise ImportError("numba needs another numpy")
 
     monkeypatch.setattr(native.importlib, "import_module", refuse)
-    assert not native.there()
+    assert not native.is_available()

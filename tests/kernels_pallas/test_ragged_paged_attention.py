@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_pallas.ragged_paged_attention import Latent, Ragged, ragged_paged_attention
+from tests.kernels_pallas.steps import held_alone
 
 ABSOLUTE = 2e-5
 """Values below 4 in absolute terms, summed in another order."""
@@ -138,8 +139,11 @@ _latent = [
 @given(case=cases())
 def test_portable_equals_reference_for_rows_that_are_key_and_value(case: Case) -> None:
     q_THC, pages = arrays(case.seed)
-    arguments = (jnp.array(q_THC), jnp.array(pages[:, :1]), ragged_of(case))
-    out, expected = (np.array(attend(*arguments)) for attend in _latent)
+    ragged = ragged_of(case)
+    out, expected = (
+        np.array(attend(q_THC, held_alone(pages[:, :1], ragged, elsewhere), ragged))
+        for attend, elsewhere in zip(_latent, (np.nan, 0.0), strict=True)
+    )
     assert out.shape == (NUM_TOKENS, 4, 5)
     real = slice(0, case.num_tokens)
     np.testing.assert_allclose(out[real], expected[real], rtol=0, atol=ABSOLUTE)
@@ -150,7 +154,7 @@ def test_portable_equals_reference_for_rows_that_are_key_and_value(case: Case) -
 def test_portable_equals_reference(case: Case) -> None:
     q_THC, pages = arrays(case.seed)
     ragged = ragged_of(case)
-    out = np.array(_portable(q_THC, pages, ragged))
+    out = np.array(_portable(q_THC, held_alone(pages, ragged, np.nan), ragged))
     expected = np.array(_reference(jnp.array(q_THC), jnp.array(pages), ragged))
     assert np.isfinite(out).all()
     n = case.num_tokens

@@ -47,7 +47,7 @@ def test_bfloat16_sums_are_float32(rows: int) -> None:
 
 @pytest.fixture
 def has_kernels() -> None:
-    if not native.there():
+    if not native.is_available():
         pytest.skip("no numba, or another jaxlib")
     native.register(cache_dir())
 

@@ -84,7 +84,9 @@ def test_answers_are_those_of_transformers_in_float32(kernels: str) -> None:
         (turn("name three colours, and then three more"), []),
     ]
     with Engine(load_config(EngineConfig, None, settings | {"kernels": kernels})) as engine:
-        assert engine.replicas[0].runner.backend.native is (kernels == "auto" and native.there())
+        assert engine.replicas[0].runner.backend.native is (
+            kernels == "auto" and native.is_available()
+        )
         alone = ask(engine, request(*questions[0]))
         together = ask(engine, *(request(*question) for question in questions[1:]))
     for (messages, images), result in zip(questions, alone + together, strict=True):
