@@ -4,6 +4,8 @@
 PYTHON ?= python3
 JOBS ?= 2  # processes that test side by side; each takes about 3 GB
 BIN := .venv/bin
+# found also from the directory that holds a clone named jaxmm
+EDITABLE := --config-settings editable_mode=compat --editable
 export JAX_PLATFORMS ?= cpu
 
 .PHONY: serve test check kernels bench readme clean
@@ -40,10 +42,10 @@ clean:                          ## remove the environment and everything made
 
 .venv/product: pyproject.toml | .venv/bin/python
 	@echo "installing jaxmm into .venv: a gigabyte on disk, once"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(EDITABLE) .
 	touch $@
 
 .venv/development: pyproject.toml | .venv/bin/python
 	@echo "installing jaxmm and its development tools into .venv: two gigabytes on disk, once"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(EDITABLE) ".[test,dev]"
 	touch $@ .venv/product

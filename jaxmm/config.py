@@ -340,7 +340,7 @@ def load_config(
         implied: Beginning of dotted names that variables leave out.
 
     Raises:
-        ConfigError: An unknown key (the nearest known one is named) or a value of a wrong type.
+        ConfigError: An unknown key (one like it is named) or a value of a wrong type.
     """
     values = _flatten(_read_toml(path)) if path is not None else {}
     values |= environment(cls, implied)
@@ -406,8 +406,10 @@ def _build(cls: type[_Config], values: Mapping[str, Any], prefix: str) -> _Confi
     known = field_names(cls)
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            raise ConfigError(f"unknown setting {prefix}{name!s}; the nearest is {near[0]}")
+            within = [setting for setting in known if setting.endswith(f".{name}")]
+            near = within or difflib.get_close_matches(name, known, n=1)
+            hint = f"the nearest is {near[0]}" if near else f"{cls.__name__} has none like it"
+            raise ConfigError(f"unknown setting {prefix}{name!s}; {hint}")
     hints = typing.get_type_hints(cls)
     arguments: dict[str, Any] = {}
     for f in dataclasses.fields(typing.cast(Any, cls)):

@@ -5,6 +5,7 @@ import asyncio
 import shlex
 import sys
 from collections.abc import AsyncIterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from serving.engine import (
     describe_plan,
     followed,
     load_engine,
+    load_or_end,
 )
 from serving.flags import add_flags, given_settings
 
@@ -51,6 +53,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="jaxmm", description="Multimodal serving on JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxmm {version('jaxmm')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="start the HTTP server")
     serve.set_defaults(run=_serve)
@@ -133,7 +136,7 @@ def _generate(parsed: argparse.Namespace, config: ServerConfig, load: LoadEngine
     if followed(config.engine):
         return
     request = _request(parsed)
-    engine = load(config.engine)
+    engine = load_or_end(load, config.engine)
     try:
         asyncio.run(_print_answer(engine.astream(request), parsed.stream))
     finally:

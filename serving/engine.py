@@ -1,5 +1,7 @@
 """The engine as the server sees it, and how it is loaded. Host only."""
 
+import os
+import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
@@ -74,6 +76,18 @@ def load_engine(config: EngineConfig) -> ServedEngine:
     from jaxmm.engine import Engine  # takes seconds and may claim the devices
 
     return Engine(config)
+
+
+def load_or_end(load: LoadEngine, config: EngineConfig) -> ServedEngine:
+    """Build the engine; Ctrl-C meanwhile ends the process at once.
+
+    An exception would first wait for the compiles that are running.
+    """
+    before = signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    try:
+        return load(config)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def followed(config: EngineConfig) -> bool:

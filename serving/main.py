@@ -7,6 +7,7 @@ import shlex
 import signal
 import socket
 import sys
+from dataclasses import replace
 from typing import NoReturn
 
 import uvicorn
@@ -15,10 +16,12 @@ from jaxmm.errors import ConfigError, EngineStopped
 from serving.app import create_app
 from serving.config import ServerConfig
 from serving.connection import Connection
-from serving.engine import LoadEngine, ServedEngine, followed, load_engine
+from serving.engine import LoadEngine, ServedEngine, followed, load_engine, load_or_end
 from serving.example import picture_uri
 from serving.lifetime import Server, described
 from serving.logs import configure_logs
+from serving.tenants import read_keys
+from serving.tracing import check_installed
 
 _BACKLOG = 2048
 _SWITCH_SECONDS = 0.001
@@ -32,7 +35,7 @@ def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
     On the hosts of a pod but the first, follow that one until it ends.
 
     Raises:
-        ConfigError: The address cannot be had.
+        ConfigError: The address cannot be had, the keys cannot be read, or a package is missing.
         ModelError: The checkpoint cannot be loaded.
         EngineStopped: The engine failed; what supervises the process should start it again.
     """
@@ -40,8 +43,16 @@ def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
     signal.signal(signal.SIGTERM, _end)  # nobody is served yet
     if followed(config.engine):
         return
-    with _bind(config.host, config.port) as listener:  # before minutes of loading
-        engine = load(config.engine)
+    read_keys(
+        config.api_keys, config.api_key_file, config.admin_keys
+    )  # for what is wrong with them
+    if config.trace_endpoint:
+        check_installed()
+    settings = config.engine
+    if config.log_format == "json":
+        settings = replace(settings, progress=False)  # bars are no objects
+    with _bind(config.host, config.port) as listener:  # all this before minutes of loading
+        engine = load_or_end(load, settings)
         try:
             signal.signal(signal.SIGTERM, _leave)  # uvicorn raises it again when it has drained
             tune_interpreter()

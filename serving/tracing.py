@@ -7,6 +7,7 @@ anything of what was asked or answered in it.
 
 import asyncio
 import contextlib
+import importlib
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,6 +19,19 @@ from jaxmm.errors import ConfigError
 _FLUSH_SECONDS = 5.0
 _tracer: ContextVar[Any] = ContextVar("tracer", default=None)
 """The tracer of the request that a task works on."""
+
+
+def check_installed() -> None:
+    """Refuse to trace without the packages.
+
+    Raises:
+        ConfigError: They are not installed.
+    """
+    try:
+        importlib.import_module("opentelemetry.sdk.trace")
+        importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    except ImportError as e:
+        raise ConfigError(f"trace_endpoint needs jaxmm's extra `trace`: {e.name}") from e
 
 
 class Traces:
@@ -32,15 +46,14 @@ class Traces:
         Raises:
             ConfigError: The packages are not installed.
         """
-        try:
-            from opentelemetry import trace
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-        except ImportError as e:
-            raise ConfigError(f"trace_endpoint needs jaxmm's extra `trace`: {e.name}") from e
+        check_installed()
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
         self._provider = TracerProvider(resource=Resource.create({"service.name": "jaxmm"}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         self._context_of = TraceContextTextMapPropagator().extract

@@ -1,6 +1,6 @@
 """Host work for one picture against the Hugging Face processor alone, and by stage.
 
-    python tests/bench/bench_host_image.py [--runs 21]
+    python -m tests.bench.bench_host_image [--runs 21]
 
 Ours starts from the encoded file (decode, resize, patches, identity); theirs gets the decoded
 picture for nothing ("hf alone"), and once more the file ("hf file"). Runs are interleaved, so that

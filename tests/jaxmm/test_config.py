@@ -81,6 +81,7 @@ def test_unknown_variable_is_warned_of_and_names_the_nearest(
         ("page.page_size", "pages.page_size"),
         ("media.max_pixel", "media.max_pixels"),
         ("on_recompil", "on_recompile"),
+        ("page_size", "pages.page_size"),
     ],
 )
 def test_unknown_key_names_the_nearest(tmp_path: Path, wrong: str, nearest: str) -> None:

@@ -142,6 +142,38 @@ def test_a_port_in_use_is_told_before_the_engine_is_loaded(tokenizer):
     assert f"cannot listen at 127.0.0.1 port {port}" in err
 
 
+@pytest.mark.parametrize(
+    ("flags", "cause"),
+    [(("--api-key-file", "nowhere"), "api_key_file='nowhere' cannot be read"),
+     (("--trace-endpoint", "http://a/v1/traces"), "trace_endpoint needs jaxmm's extra `trace`")],
+)  # fmt: skip
+def test_what_the_server_lacks_is_told_before_the_engine_is_loaded(
+    tokenizer, monkeypatch, flags, cause
+):
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    status, _, err, engine = run(tokenizer, "serve", "--port", "0", *flags)
+    assert (status, engine) == (1, None)
+    assert cause in err
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_bars_of_progress_do_not_stand_among_json(log_format):
+    loaded = []
+
+    def load(config):
+        loaded.append(config)
+        raise ConfigError("enough")
+
+    assert main(["serve", "--port", "0", "--log-format", log_format], load) == 1
+    assert loaded[0].progress is (log_format == "text")
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert re.fullmatch(r"jaxmm \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
 @pytest.mark.slow
 def test_serve_prints_a_curl_line_that_is_answered_and_ends_at_sigterm(tmp_path):
     program = (
@@ -169,7 +201,9 @@ def test_serve_prints_a_curl_line_that_is_answered_and_ends_at_sigterm(tmp_path)
         assert process.stdout.read().strip() == "closed True"
 
 
-def test_sigterm_while_the_engine_is_loaded_ends_the_process_at_once():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("words", [["serve", "--port", "0"], ["generate", "What?"]])
+def test_a_signal_while_the_engine_is_loaded_ends_the_process_at_once(words, number):
     program = (
         "import threading\nfrom concurrent.futures import ThreadPoolExecutor\n"
         "from serving.cli import main\n\n"
@@ -177,13 +211,14 @@ def test_sigterm_while_the_engine_is_loaded_ends_the_process_at_once():
         "    with ThreadPoolExecutor() as pool:\n"
         "        print('loading', flush=True)\n"
         "        pool.submit(threading.Event().wait, 60).result()\n\n"
-        "main(['serve', '--port', '0'], load)\n"
+        f"main({words}, load)\n"
     )
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout.readline() == "loading\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 128 + signal.SIGTERM
+        process.send_signal(number)
+        default = words[0] == "generate" and number == signal.SIGTERM
+        assert process.wait(10) == (-number if default else 128 + number)
 
 
 def test_the_command_line_runs_as_a_module():
