@@ -12,6 +12,7 @@ JaxmmError
 │   └── GrammarError                  a grammar or schema that cannot be followed
 ├── Overloaded (RuntimeError)         the queue is full; the same request may be sent again
 ├── RecompileError (RuntimeError)     a compile after warm-up while on_recompile = "raise"
+├── NotFinite (ArithmeticError)       the model gave NaN or infinity; only this request fails
 ├── PeerLost (RuntimeError)           a host of the pod is gone, too slow, or came to other tokens
 └── EngineStopped (RuntimeError)      the engine has been closed or its loop has died
 
@@ -70,6 +71,10 @@ class Overloaded(JaxmmError, RuntimeError):
 
 class RecompileError(JaxmmError, RuntimeError):
     """Something was compiled after warm-up while the engine was told to refuse that."""
+
+
+class NotFinite(JaxmmError, ArithmeticError):
+    """The model gave NaN or infinity for a request, which ends; others go on."""
 
 
 class PeerLost(JaxmmError, RuntimeError):

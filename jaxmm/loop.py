@@ -4,6 +4,7 @@ One thread runs it, for all replicas. It dispatches step n + 1 of each before it
 sampled, so no device waits for Python; the device itself feeds each sampled token to the next step.
 """
 
+import logging
 import queue
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from collections.abc import Sequence as Several
 from typing import Any
 
 from jaxmm.answer import Answer, tell
-from jaxmm.errors import EngineStopped, GrammarError, JaxmmError
+from jaxmm.errors import EngineStopped, GrammarError, JaxmmError, NotFinite
 from jaxmm.host.item import Item
 from jaxmm.host.kept import Keep
 from jaxmm.host.router import Offer, Router
@@ -21,6 +22,8 @@ from jaxmm.host.sequence import Sequence, Status
 from jaxmm.replica import Replica
 from jaxmm.request import Delta
 from jaxmm.start import Parts
+
+logger = logging.getLogger(__name__)
 
 LoadFeatures = Callable[[Answer, Sequence, int], None]
 """Asks for the features of an item, by its index; answered with `Loop.provide` or `Loop.fail`."""
@@ -231,6 +234,10 @@ class Loop:
             answer = self._answer_of(sequence)
             if sequence.status is Status.FINISHED or answer is None:
                 continue  # it stopped, was aborted or given up while this step was on its way
+            if token < 0:
+                logger.error("hidden state not finite request=%s", sequence.request_id)
+                self.fail(sequence, NotFinite("the model gives no finite numbers for it"))
+                continue
             replica.scheduler.append(sequence, token)
             try:
                 delta = answer.take(sequence, token, logprob)

@@ -8,6 +8,7 @@ from jaxmm.errors import (
     JaxmmError,
     MediaError,
     MediaTooLarge,
+    NotFinite,
     Overloaded,
     PlaceholderError,
     PromptTooLong,
@@ -93,6 +94,7 @@ ANSWERS: dict[type[JaxmmError], Answer] = {
     Overloaded: Answer(429, "overloaded_error", "overloaded"),
     EngineStopped: Answer(503, "overloaded_error", "engine_stopped"),
     DeadlineExceeded: Answer(504, "timeout_error", "deadline_exceeded"),
+    NotFinite: Answer(500, "server_error", "not_finite"),
     JaxmmError: Answer(500, "server_error", "internal_error"),
 }
 """The nearest class of an error's own line of descent answers for it."""

@@ -56,6 +56,7 @@ class Sampled(NamedTuple):
     """What a step gives back for each sampled row."""
 
     token_B: Int32[Array, " B"]
+    """-1: the row's hidden state is not finite (a step says so; `sample_rows` does not look)."""
     logprob_B: Float[Array, " B"]
     """Log-probability under the model, before bias, penalties and temperature."""
     top_id_BX: Int32[Array, "B X"]

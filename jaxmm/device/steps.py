@@ -251,8 +251,9 @@ def _sample(
     def run(g: Int32[Array, ""], out: Sampled) -> Sampled:
         rows = SampleParams(*(lax.dynamic_slice_in_dim(c, g * group, group) for c in columns))
         token_B = lax.dynamic_slice_in_dim(step["sample_token_B"], g * group, group)
+        hidden_BD = hidden_XD[token_B]
         sampled = sample_rows(
-            logits(hidden_XD[token_B]),
+            logits(hidden_BD),
             rows,
             state,
             num_ids=step["num_ids"],
@@ -261,6 +262,8 @@ def _sample(
             any_masked=step["any_masked"] > 0,
             any_logprobs=step["any_logprobs"] > 0,
         )
+        is_finite_B = jnp.isfinite(hidden_BD).all(axis=1)
+        sampled = sampled._replace(token_B=jnp.where(is_finite_B, sampled.token_B, -1))
         return jax.tree.map(
             lambda o, s: lax.dynamic_update_slice_in_dim(o, s, g * group, 0), out, sampled
         )

@@ -13,6 +13,8 @@ from jaxmm.host.media_map import Known
 from jaxmm.host.tiles import TileForm
 from jaxmm.request import Embeddings
 
+MAX_VALUE = 1e16
+"""Of a row, either sign: the decoder sums the squares of a row's values in float32."""
 _FINGERPRINT = b"rows"
 """Rows are what they are, whichever encoder of the checkpoint's made them."""
 
@@ -38,8 +40,8 @@ def read_embeddings(given: Embeddings, form: RowForm) -> Found:
         their own, never that of the picture that they were made of.
 
     Raises:
-        MediaError: Not floats, not of the model's width, not as many as the grid has, or not
-            finite.
+        MediaError: Not floats, not of the model's width, not as many as the grid has, not finite,
+            or beyond `MAX_VALUE`.
     """
     grid, num_rows = _read_grid(given.grid_thw, form)
     rows = _read_rows(given.rows)
@@ -53,6 +55,10 @@ def read_embeddings(given: Embeddings, form: RowForm) -> Found:
         )
     if not np.isfinite(rows).all():
         raise MediaError("embeddings hold NaN or infinity (as float32); send finite rows")
+    if np.abs(rows).max(initial=0) > MAX_VALUE:
+        raise MediaError(
+            f"embeddings hold values beyond {MAX_VALUE:g}, which overflow in the model"
+        )
     rows.flags.writeable = False
     identity = item_identity(Modality.IMAGE, _FINGERPRINT, grid, embeddings=rows)
     return Found(Known(identity, grid, num_rows), None, rows)

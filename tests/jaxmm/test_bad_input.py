@@ -11,11 +11,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxmm.api import generate
 from jaxmm.basis import settle_basis
@@ -27,6 +29,7 @@ from jaxmm.errors import (
     MediaError,
     MediaTooLarge,
     ModelError,
+    NotFinite,
     Overloaded,
     PromptTooLong,
     RequestError,
@@ -54,6 +57,44 @@ from tests.engines import (
 
 ASK = turn("<image>", "what is it")
 PICTURE = png(picture(112, 112, 41))
+POISON = 93
+"""A token of no other prompt here."""
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in which one token is NaN, wherever it stands in a prompt."""
+    folder = tmp_path_factory.mktemp("poisoned") / "model"
+    shutil.copytree(checkpoint("qwen2_5_vl"), folder)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if name.endswith("embed_tokens.weight"):
+                tensors[name][POISON] = np.nan
+        save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+def test_a_request_whose_hidden_state_is_not_finite_ends_alone(poisoned: Path) -> None:
+    """Nor does what it leaves in pages, here in nearly all, reach those who get them next."""
+    with contextlib.closing(make_engine("qwen2_5_vl", model=str(poisoned))) as on:
+        texts = [turn("a" * n + "small houses stand near the river") for n in range(4)]
+        before = [solo(on, text, salt="b") for text in texts]
+        ids = (5,) * 120 + (POISON,) * 880
+
+        def ask_wrongly(n: int) -> None:
+            wrong = Request(id=f"wrong{n}", token_ids=ids, sampling=SamplingParams(), salt=f"a{n}")
+            with pytest.raises(NotFinite, match="no finite numbers"):
+                ask(on, wrong)
+
+        with ThreadPoolExecutor(7) as threads:
+            wrong = [threads.submit(ask_wrongly, n) for n in range(7)]
+            [beside] = ask(on, request(texts[0], salt="b"))
+            for asked in wrong:
+                asked.result(120)
+        assert_same(beside, before[0])
+        for text, expected in zip(texts, before, strict=True):
+            assert_same(solo(on, text, salt="b"), expected)
 
 
 @pytest.fixture

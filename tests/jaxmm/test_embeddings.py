@@ -144,6 +144,7 @@ def broken(rows: Any = None, grid: Any = (1, 4, 6)) -> Embeddings:
         ({"rows": lambda w: np.full((6, w), np.nan)}, "NaN or infinity"),
         ({"rows": lambda w: np.full((6, w), -np.inf)}, "NaN or infinity"),
         ({"rows": lambda w: np.full((6, w), 1e39)}, "NaN or infinity"),
+        ({"rows": lambda w: np.full((6, w), -3e38)}, r"beyond 1e\+16"),
         ({"rows": lambda w: np.zeros((5, w))}, r"5 rows; the grid \[1, 4, 6\] makes 6"),
         ({"rows": lambda w: [[1.0], [1.0, 2.0]]}, "no array"),
         ({"rows": lambda w: "rows"}, "dtype <U4"),
