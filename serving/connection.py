@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from serving.descriptors import limit_connections
+
 logger = logging.getLogger(__name__)
 
 HEAD_SECONDS = 10.0
@@ -25,6 +27,7 @@ LAST_LOOK_SECONDS = 0.1
 """From the end of a time, or of the server, to the close: after a pause of the whole process, in
 which times have ended and requests have come, the requests are read first."""
 MAX_CONNECTIONS = 8192
+"""Fewer where the process may not have so many descriptors."""
 
 _idle: WeakKeyDictionary[Any, dict["Connection", None]] = WeakKeyDictionary()
 """Of each server, by uvicorn's state of it: idle connections, the one that waits longest first."""
@@ -45,7 +48,8 @@ class Connection(HttpToolsProtocol):
         """Take a connection, or close it where there are too many that are not idle."""
         watched: Any = _Watched(transport, lambda: self._end_within(STALL_SECONDS))
         super().connection_made(watched)
-        if len(self.connections) > MAX_CONNECTIONS and not self._make_room():
+        most = limit_connections(MAX_CONNECTIONS)
+        if len(self.connections) > most and not self._make_room():
             logger.warning("connection refused open=%d", len(self.connections))
             self.transport.abort()
             return

@@ -14,7 +14,8 @@ import uvicorn
 from jaxmm.errors import ConfigError, EngineStopped
 from serving.app import create_app
 from serving.config import ServerConfig
-from serving.connection import Connection
+from serving.connection import MAX_CONNECTIONS, Connection
+from serving.descriptors import raise_limit
 from serving.engine import LoadEngine, ServedEngine, followed, load_engine
 from serving.example import picture_uri
 from serving.lifetime import Server, described
@@ -40,6 +41,7 @@ def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
     signal.signal(signal.SIGTERM, _end)  # nobody is served yet
     if followed(config.engine):
         return
+    raise_limit(MAX_CONNECTIONS)
     with _bind(config.host, config.port) as listener:  # before minutes of loading
         engine = load(config.engine)
         try:
