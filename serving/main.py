@@ -1,5 +1,6 @@
 """Starting the server, and telling how to use it. Host only."""
 
+import contextlib
 import gc
 import json
 import os
@@ -119,9 +120,11 @@ def uvicorn_config(engine: ServedEngine, config: ServerConfig) -> uvicorn.Config
 def _bind(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            undo.pop_all()
     except OSError as e:
         raise ConfigError(f"cannot listen at {host} port {port}: {e.strerror}") from e
     return listener

@@ -7,6 +7,7 @@ Workers are started as a module, not through `multiprocessing`: that would run t
 again in each of them.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -99,8 +100,12 @@ class DecodePool:
         self._inline_count = 0
         self._patience: WeakKeyDictionary[Future[Any], _Patience] = WeakKeyDictionary()
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for _ in range(self._count):
-            self._idle.put(self._start())
+        with contextlib.ExitStack() as undo:
+            for _ in range(self._count):
+                worker = self._start()
+                undo.callback(worker.close)
+                self._idle.put(worker)
+            undo.pop_all()
         self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="jaxmm-decode")
 
     @property
@@ -281,15 +286,19 @@ class _Worker:
     """The parent's side of one worker: its process, socket and shared segment."""
 
     def __init__(self, setup: Setup) -> None:
-        memory_fd = _segment(_patch_bytes(setup.processor, setup.video))
-        parent_end, child_end = socket.socketpair()
-        with child_end:
+        with contextlib.ExitStack() as lent, contextlib.ExitStack() as undo:
+            self._memory, memory_fd = None, _segment(_patch_bytes(setup.processor, setup.video))
+            if memory_fd != NO_MEMORY:
+                lent.callback(os.close, memory_fd)
+                self._memory = undo.enter_context(mmap.mmap(memory_fd, 0))
+            parent_end, child_end = socket.socketpair()
+            lent.enter_context(child_end)
+            self._connection = undo.enter_context(Connection(parent_end.detach()))
             self._process = _start_process(child_end.fileno(), memory_fd)
-        self._connection = Connection(parent_end.detach())
-        self._memory = None if memory_fd == NO_MEMORY else mmap.mmap(memory_fd, 0)
-        if self._memory is not None:
-            os.close(memory_fd)
-        self._connection.send_bytes(pickle.dumps(setup))
+            undo.callback(self.kill)
+            lent.close()  # or the end of the process would not be seen
+            self._connection.send_bytes(pickle.dumps(setup))
+            undo.pop_all()
 
     @property
     def is_alive(self) -> bool:

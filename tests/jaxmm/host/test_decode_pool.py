@@ -254,6 +254,27 @@ def test_close_leaves_no_process_and_no_descriptor() -> None:
         pool.submit(DATA / "red.png")
 
 
+def test_start_that_fails_leaves_no_process_and_no_descriptor() -> None:
+    """At whatever step: with more and more descriptors to be had it is one after the other."""
+    gc.collect()
+    before, descriptors = children(), os.listdir("/proc/self/fd")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [number for number in range(1000) if str(number) not in descriptors]
+    has_failed = []
+    for stop in free[:12]:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (stop, limit[1]))
+        try:
+            DecodePool(PROCESSOR, LIMITS, workers=2).close()
+            has_failed.append(False)
+        except OSError:
+            has_failed.append(True)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        assert children() == before
+        assert len(os.listdir("/proc/self/fd")) == len(descriptors)
+    assert has_failed[0] and not has_failed[-1]
+
+
 def test_close_cancels_what_waits() -> None:
     pool = DecodePool(PROCESSOR, LIMITS, workers=1)
     futures = [pool.submit(DATA / "big.png") for _ in range(20)]
