@@ -2,10 +2,13 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from serving.descriptors import limit_connections
 
 logger = logging.getLogger(__name__)
 
@@ -15,13 +18,16 @@ MAX_HEAD_BYTES = 64 << 10
 """Request line and headers together."""
 LINGER_SECONDS = 5.0
 """Time that a client may go on sending a body whose request has been answered: it may not read
-the answer before it has sent everything."""
+the answer before it has sent everything. Also for what is unsent when an idle connection closes:
+the client had its time to read."""
 STALL_SECONDS = 60.0
-"""Time that a client may take to read when what it has been sent has filled all buffers."""
+"""Time that a client may take to read when what it has been sent has filled all buffers, and for
+what is unsent when its connection closes in any other way, as after a last answer."""
 LAST_LOOK_SECONDS = 0.1
 """From the end of a time, or of the server, to the close: after a pause of the whole process, in
 which times have ended and requests have come, the requests are read first."""
 MAX_CONNECTIONS = 8192
+"""Fewer where the process may not have so many descriptors."""
 
 _idle: WeakKeyDictionary[Any, dict["Connection", None]] = WeakKeyDictionary()
 """Of each server, by uvicorn's state of it: idle connections, the one that waits longest first."""
@@ -32,6 +38,7 @@ class Connection(HttpToolsProtocol):
 
     _timer: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
+    _ending: asyncio.TimerHandle | None = None
     _num_heads = 0
     _num_head_bytes = 0
     _in_head = True
@@ -39,10 +46,12 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         """Take a connection, or close it where there are too many that are not idle."""
-        super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS and not self._make_room():
+        watched: Any = _Watched(transport, lambda: self._end_within(STALL_SECONDS))
+        super().connection_made(watched)
+        most = limit_connections(MAX_CONNECTIONS)
+        if len(self.connections) > most and not self._make_room():
             logger.warning("connection refused open=%d", len(self.connections))
-            transport.abort()
+            self.transport.abort()
             return
         self._close_after(HEAD_SECONDS)
 
@@ -51,7 +60,14 @@ class Connection(HttpToolsProtocol):
         self._others.pop(self, None)
         self._stop_timer()
         self._stop_stalled()
+        if self._ending is not None:
+            self._ending.cancel()
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """The client sends nothing more; the transport closes of itself."""
+        self._end_within(STALL_SECONDS)
+        super().eof_received()
 
     def data_received(self, data: bytes) -> None:
         """Take what came; a head that grows too large is answered with 400."""
@@ -144,8 +160,7 @@ class Connection(HttpToolsProtocol):
     def _make_room(self) -> bool:
         """Close the connection that has waited longest for another request; False: none waits."""
         for oldest in self._others:
-            del self._others[oldest]
-            oldest.transport.close()
+            oldest._close()
             return True
         return False
 
@@ -153,9 +168,13 @@ class Connection(HttpToolsProtocol):
         """Close after what is still to be sent, but do not wait for a client that reads nothing."""
         self._stop_timer()
         self._others.pop(self, None)
-        if not self.transport.is_closing():
-            self.transport.close()
-            self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+        self._end_within(LINGER_SECONDS)
+        self.transport.close()
+
+    def _end_within(self, seconds: float) -> None:
+        """Give what is unsent some seconds to go; who begins to close says how many."""
+        if self._ending is None:
+            self._ending = self.loop.call_later(seconds, self.transport.abort)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -166,3 +185,19 @@ class Connection(HttpToolsProtocol):
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
+
+
+class _Watched:
+    """A transport that tells when it begins to close: uvicorn closes it in many places."""
+
+    def __init__(self, transport: Any, on_close: Callable[[], None]) -> None:
+        self._transport = transport
+        self._on_close = on_close
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        if not self._transport.is_closing():
+            self._on_close()
+        self._transport.close()

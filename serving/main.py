@@ -1,5 +1,6 @@
 """Starting the server, and telling how to use it. Host only."""
 
+import contextlib
 import gc
 import json
 import os
@@ -15,7 +16,8 @@ import uvicorn
 from jaxmm.errors import ConfigError, EngineStopped
 from serving.app import create_app
 from serving.config import ServerConfig
-from serving.connection import Connection
+from serving.connection import MAX_CONNECTIONS, Connection
+from serving.descriptors import raise_limit
 from serving.engine import LoadEngine, ServedEngine, followed, load_engine, load_or_end
 from serving.example import picture_uri
 from serving.lifetime import Server, described
@@ -43,15 +45,15 @@ def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
     signal.signal(signal.SIGTERM, _end)  # nobody is served yet
     if followed(config.engine):
         return
-    read_keys(
-        config.api_keys, config.api_key_file, config.admin_keys
-    )  # for what is wrong with them
+    # what can be told now is not told after minutes of loading
+    read_keys(config.api_keys, config.api_key_file, config.admin_keys)
     if config.trace_endpoint:
         check_installed()
+    raise_limit(MAX_CONNECTIONS)
     settings = config.engine
     if config.log_format == "json":
         settings = replace(settings, progress=False)  # bars are no objects
-    with _bind(config.host, config.port) as listener:  # all this before minutes of loading
+    with _bind(config.host, config.port) as listener:
         engine = load_or_end(load, settings)
         try:
             signal.signal(signal.SIGTERM, _leave)  # uvicorn raises it again when it has drained
@@ -128,9 +130,11 @@ def uvicorn_config(engine: ServedEngine, config: ServerConfig) -> uvicorn.Config
 def _bind(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            undo.pop_all()
     except OSError as e:
         raise ConfigError(f"cannot listen at {host} port {port}: {e.strerror}") from e
     return listener

@@ -7,6 +7,7 @@ Workers are started as a module, not through `multiprocessing`: that would run t
 again in each of them.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -22,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -45,6 +45,7 @@ from jaxmm.host.decode_worker import NO_MEMORY, STATM, Setup
 from jaxmm.host.media import Limits, read_source
 from jaxmm.host.quarantine import Quarantine
 from jaxmm.host.video import Timing, VideoProcessor
+from jaxmm.host.wire import Wire
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +100,12 @@ class DecodePool:
         self._inline_count = 0
         self._patience: WeakKeyDictionary[Future[Any], _Patience] = WeakKeyDictionary()
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for _ in range(self._count):
-            self._idle.put(self._start())
+        with contextlib.ExitStack() as undo:
+            for _ in range(self._count):
+                worker = self._start()
+                undo.callback(worker.close)
+                self._idle.put(worker)
+            undo.pop_all()
         self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="jaxmm-decode")
 
     @property
@@ -281,15 +286,19 @@ class _Worker:
     """The parent's side of one worker: its process, socket and shared segment."""
 
     def __init__(self, setup: Setup) -> None:
-        memory_fd = _segment(_patch_bytes(setup.processor, setup.video))
-        parent_end, child_end = socket.socketpair()
-        with child_end:
+        with contextlib.ExitStack() as lent, contextlib.ExitStack() as undo:
+            self._memory, memory_fd = None, _segment(_patch_bytes(setup.processor, setup.video))
+            if memory_fd != NO_MEMORY:
+                lent.callback(os.close, memory_fd)
+                self._memory = undo.enter_context(mmap.mmap(memory_fd, 0))
+            parent_end, child_end = socket.socketpair()
+            lent.enter_context(child_end)
+            self._wire = undo.enter_context(Wire(parent_end, glance_seconds=_GLANCE_SECONDS))
             self._process = _start_process(child_end.fileno(), memory_fd)
-        self._connection = Connection(parent_end.detach())
-        self._memory = None if memory_fd == NO_MEMORY else mmap.mmap(memory_fd, 0)
-        if self._memory is not None:
-            os.close(memory_fd)
-        self._connection.send_bytes(pickle.dumps(setup))
+            undo.callback(self.kill)
+            lent.close()  # or the end of the process would not be seen
+            self._wire.send(pickle.dumps(setup))
+            undo.pop_all()
 
     @property
     def is_alive(self) -> bool:
@@ -307,12 +316,12 @@ class _Worker:
         Raises:
             RequestError, DecodeFault: The worker's answer.
             EOFError, OSError: The worker is lost.
+            TimeoutError, _Unwanted: It has taken too long to read, to process or to answer.
         """
-        self._connection.send_bytes(json.dumps(task).encode())
-        self._connection.send_bytes(data)
-        while not self._connection.poll(_GLANCE_SECONDS):
-            patience.check()
-        answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
+        self._wire.check = patience.check
+        self._wire.send(json.dumps(task).encode())
+        self._wire.send(data)
+        answer: dict[str, Any] = json.loads(self._wire.receive())
         if "error" in answer:
             raise _ERRORS[answer["error"]](answer["message"])
         if "fault" in answer:
@@ -322,7 +331,7 @@ class _Worker:
 
     def close(self) -> int:
         """Let the process end and give its resources back; its exit status."""
-        self._connection.close()
+        self._wire.close()
         try:
             status = self._process.wait(_EXIT_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -343,7 +352,7 @@ class _Worker:
         if shared and self._memory is not None:
             features.reshape(-1)[:] = np.frombuffer(self._memory, np.uint8, features.size)
         else:
-            self._connection.recv_bytes_into(features.data.cast("B"))
+            self._wire.receive_into(features.data.cast("B"))
         features.flags.writeable = False
         return features
 

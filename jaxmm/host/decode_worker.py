@@ -19,10 +19,10 @@ import os
 import pickle
 import resource
 import signal
+import socket
 import sys
 import traceback
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from jaxmm.host.decode import (
 )
 from jaxmm.host.media import Limits, too_much_memory
 from jaxmm.host.video import Sampling, VideoProcessor
+from jaxmm.host.wire import Wire
 
 STATM = Path("/proc/self/statm")
 """Where Linux tells how many pages of address space a process has; elsewhere it has no limit."""
@@ -78,13 +79,13 @@ class _Memory:
 def main() -> None:
     """Serve until the parent closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    connection = Connection(int(sys.argv[1]))
+    wire = Wire(socket.socket(fileno=int(sys.argv[1])))
     memory = _Memory(int(sys.argv[2]))
     try:
-        setup: Setup = pickle.loads(connection.recv_bytes())
+        setup: Setup = pickle.loads(wire.receive())
         _limit_memory(setup.memory_bytes)
         while True:
-            _answer(connection, memory, setup)
+            _answer(wire, memory, setup)
     except (EOFError, ConnectionError):
         return
 
@@ -96,24 +97,24 @@ def _limit_memory(num_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, used + num_bytes))
 
 
-def _answer(connection: Connection, memory: _Memory, setup: Setup) -> None:
-    task = json.loads(connection.recv_bytes())
-    source = connection.recv_bytes()
+def _answer(wire: Wire, memory: _Memory, setup: Setup) -> None:
+    task = json.loads(wire.receive())
+    source = wire.receive()
     try:
         processed = _process(task, source, setup, memory)
     except RequestError as error:
-        _send(connection, _refused(error))
+        _send(wire, _refused(error))
         return
     except MemoryError:
-        _send(connection, _refused(too_much_memory()))
+        _send(wire, _refused(too_much_memory()))
         return
     except Exception as error:  # noqa: BLE001  # ours: no reason to end, or to refuse the file
-        _send(connection, {"fault": type(error).__name__, "trace": traceback.format_exc()})
+        _send(wire, {"fault": type(error).__name__, "trace": traceback.format_exc()})
         return
     shared = memory.holds(processed.features)
-    _send(connection, _header(processed, shared))
+    _send(wire, _header(processed, shared))
     if not shared:
-        connection.send_bytes(processed.features.data.cast("B"))
+        wire.send(processed.features.data.cast("B"))
 
 
 def _process(
@@ -154,8 +155,8 @@ def _refused(error: RequestError) -> dict[str, object]:
     return {"error": type(error).__name__, "message": str(error)}
 
 
-def _send(connection: Connection, message: dict[str, object]) -> None:
-    connection.send_bytes(json.dumps(message).encode())
+def _send(wire: Wire, message: dict[str, object]) -> None:
+    wire.send(json.dumps(message).encode())
 
 
 if __name__ == "__main__":

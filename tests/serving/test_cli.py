@@ -19,6 +19,7 @@ from jaxmm.errors import ConfigError
 from serving.cli import main
 from serving.config import ServerConfig, load_server_config
 from serving.flags import flag_names, setting_docs
+from serving.main import _bind
 from tests.fakes import FakeEngine
 
 ROOT = Path(__file__).parents[2]
@@ -172,6 +173,15 @@ def test_the_version_is_told(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert re.fullmatch(r"jaxmm \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_a_port_in_use_leaves_no_descriptor():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(ConfigError) as refused:
+            _bind("127.0.0.1", taken.getsockname()[1])
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert "cannot listen" in str(refused.value)  # it lives, and with it the frames that it left
 
 
 @pytest.mark.slow

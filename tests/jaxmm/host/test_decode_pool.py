@@ -90,7 +90,8 @@ def test_error_of_a_worker_has_its_class_and_text(pool: DecodePool) -> None:
 
 class _Stops(ImageProcessor):
     """Ends its process on 1 x 1 pixels, as a crash in a library would, and hangs on 28 x 28; at
-    27 x 27 it has a fault of its own, and 26 x 28 takes the process over and answers nonsense."""
+    27 x 27 it has a fault of its own, 26 x 28 takes the process over and answers nonsense, and
+    22 x 3 begins an answer and hangs."""
 
     def patches(self, image, *args, **kwargs):  # type: ignore[no-untyped-def]
         if image.size == (1, 1):
@@ -100,7 +101,10 @@ class _Stops(ImageProcessor):
         if image.size == (27, 27):
             raise AttributeError("ours")
         if image.size == (26, 28):
-            os.write(int(sys.argv[1]), b"\0\0\0\2{}")
+            os.write(int(sys.argv[1]), b"\0\0\0\0\0\0\0\2{}")
+        if image.size == (22, 3):
+            os.write(int(sys.argv[1]), b"\0")
+            signal.pause()
         return super().patches(image, *args, **kwargs)
 
 
@@ -147,10 +151,11 @@ def test_worker_that_answers_nonsense_is_replaced_before_the_next_picture(
         assert_same(result, INLINE.submit(DATA / name).result())
 
 
-def test_worker_that_hangs_is_replaced(stopping_pool: DecodePool) -> None:
+@pytest.mark.parametrize("size", ["28x28", "22x3"])
+def test_worker_that_hangs_is_replaced(stopping_pool: DecodePool, size: str) -> None:
     assert stopping_pool.submit(DATA / "red.png").result().num_rows == 16
     with pytest.raises(MediaError, match="took too long"):
-        stopping_pool.submit(DATA / "size_28x28.png").result()
+        stopping_pool.submit(DATA / f"size_{size}.png").result(10)
     assert stopping_pool.submit(DATA / "green.png").result().num_rows == 16
 
 
@@ -173,6 +178,28 @@ def test_picture_that_nobody_waits_for_holds_its_worker_a_second_at_most() -> No
         assert process.poll() == -signal.SIGKILL
         assert pool.submit(DATA / "big.png").result().num_rows > 16
     finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(("is_wanted", "reason"), [(True, "took too long"), (False, "aborted")])
+def test_file_that_its_worker_does_not_read_is_waited_for_no_longer_than_another(
+    is_wanted: bool, reason: str
+) -> None:
+    """It is larger than the buffers between the two."""
+    pool = DecodePool(PROCESSOR, Limits(1 << 24, 1000), workers=1, timeout_seconds=2)
+    (process,) = [w._process for w in list_idle(pool)]
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        future = pool.submit(bytes(1 << 22))
+        while not future.running():
+            time.sleep(0.001)
+        if not is_wanted:
+            pool.abandon(future)
+        with pytest.raises(MediaError, match=reason):
+            future.result(10)
+        assert pool.submit(DATA / "size_1x1.png").result(10).num_rows == 4
+    finally:
+        process.kill()
         pool.close()
 
 
@@ -252,6 +279,27 @@ def test_close_leaves_no_process_and_no_descriptor() -> None:
     assert kept[0].features.any()
     with pytest.raises(EngineStopped):
         pool.submit(DATA / "red.png")
+
+
+def test_start_that_fails_leaves_no_process_and_no_descriptor() -> None:
+    """At whatever step: with more and more descriptors to be had it is one after the other."""
+    gc.collect()
+    before, descriptors = children(), os.listdir("/proc/self/fd")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [number for number in range(1000) if str(number) not in descriptors]
+    has_failed = []
+    for stop in free[:12]:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (stop, limit[1]))
+        try:
+            DecodePool(PROCESSOR, LIMITS, workers=2).close()
+            has_failed.append(False)
+        except OSError:
+            has_failed.append(True)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        assert children() == before
+        assert len(os.listdir("/proc/self/fd")) == len(descriptors)
+    assert has_failed[0] and not has_failed[-1]
 
 
 def test_close_cancels_what_waits() -> None:
