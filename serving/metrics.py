@@ -123,16 +123,26 @@ class _EngineCollector(Collector):
                 stats.encoded_images,
             ),
             ("encoded_patches", "Patches that the encoder took.", stats.encoded_patches),
+            (
+                "inline_decodes",
+                "Pictures and videos that came by socket, since shared memory was refused.",
+                stats.inline_decodes,
+            ),
             ("recompiles", "Compiles after warm-up; each is a fault.", stats.recompiles),
             ("retracts", "Sequences that gave their pages back.", stats.retracts),
             ("finished", "Sequences that came to their end.", stats.finished),
             ("aborted", "Sequences that were aborted.", stats.aborted),
         ):
             yield CounterMetricFamily(f"jaxmm_{name}", text, value)
-        caches = {"prefix": stats.prefix_cache, "rows": stats.arena, "media": stats.media_map}
+        caches = {
+            "prefix": stats.prefix_cache,
+            "rows": stats.arena_rows,
+            "items": stats.arena,
+            "media": stats.media_map,
+        }
         hits = CounterMetricFamily(
             "jaxmm_cache_hits",
-            "Found, in tokens (prefix), items (rows) or files (media).",
+            "Found: prompt tokens (prefix), rows of encoded items, the items, or files (media).",
             labels=["cache"],
         )
         misses = CounterMetricFamily(
