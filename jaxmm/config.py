@@ -114,8 +114,10 @@ class BucketConfig:
     min_lane_patches: int = 0
     """Lowest rung of encode patches; 0: 256."""
     rehearse: bool = True
-    """On a CPU: run each small step once while there is nothing else to do. XLA prepares a step's
-    products at its first run, for which the first request of that size would wait 0.3 s."""
+    """On a CPU: run each small step once while there is nothing else to do. XLA prepares its
+    products at a step's first run, for which the first request of that size would wait up to
+    0.3 s; hardly at all where kernels that numba compiles take their place, for weights in
+    bfloat16."""
 
     def __post_init__(self) -> None:
         _check(

@@ -14,8 +14,9 @@
     L  layers                                  Z  levels of an arena row, or experts
     M  vision rows                             O  words of a token mask (V / 32)
 
-In the Pallas TPU kernels J is the lanes of a stored KV or arena row, X the lanes of all query
-heads (H * C).
+In pages of the portable forms and of the CPU's kernels J is the KV rows of a token: K keys, then
+K values. In the Pallas TPU kernels J is the lanes of a stored KV or arena row, X the lanes of all
+query heads (H * C).
 
 Array names end in their letters (`text_TD`); annotations spell them (`Float[Array, "T D"]`).
 """

@@ -24,7 +24,7 @@ _MAX_LANE_PATCHES = 1 << 20
 _COUNT_BYTES = 4  # of each token id in a running request's output, for penalties
 _PALLAS_TOKENS = 32  # steps are multiples of it; what a smaller one would save is nothing
 _PALLAS_PATCHES = 256  # queries of a tile of the encoder's attention
-_ROW_GROUP = 16  # sampled rows go through the head in groups of sixteen
+_ROW_GROUP = 16  # sampled rows go through the head in groups (`steps._sample_group`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,6 @@ from jaxmm.device.runner import Runner
 from jaxmm.errors import ConfigError, ModelError, RequestError, SamplingError
 from jaxmm.host.arena import Arena
 from jaxmm.host.chat import ChatTokenizer
-from jaxmm.host.decode import Decoder
 from jaxmm.host.decode_pool import DecodePool
 from jaxmm.host.decodes import Decodes
 from jaxmm.host.embedded import RowForm
@@ -80,7 +79,7 @@ class Parts:
     tokenizer: ChatTokenizer
     grammars: Grammars
     eos_ids: tuple[int, ...]
-    decoder: Decoder
+    decoder: DecodePool
     media_map: MediaMap
     decodes: Decodes
     preparer: Preparer

@@ -26,6 +26,7 @@ class ReplicaStats:
     output_tokens: int
     prefix_cache: CacheStats
     arena: CacheStats
+    arena_rows: CacheStats
     retracts: int
     finished: int
     aborted: int
@@ -49,8 +50,12 @@ class EngineStats:
     """In prompt tokens."""
     arena: CacheStats
     """In items that were needed, images and steps of videos: rows found, or encoded."""
+    arena_rows: CacheStats
+    """The same in rows."""
     media_map: CacheStats
     """In files."""
+    inline_decodes: int
+    """Pictures and videos whose patches came by socket, since shared memory was refused."""
     padding_share: float
     """Share of all language steps' tokens that was filler, 0 to 1."""
     recompiles: int
@@ -82,7 +87,9 @@ def stats_of(replicas: Sequence["Parts"], *, preparing: int) -> EngineStats:
         encoded_patches=sum(c.encoded_patches for c in counters),
         prefix_cache=_sum([r.prefix_cache for r in each]),
         arena=_sum([r.arena for r in each]),
+        arena_rows=_sum([r.arena_rows for r in each]),
         media_map=CacheStats(hits=known.num_hits, misses=known.num_misses),
+        inline_decodes=parts.decoder.inline_count,
         padding_share=_padding_share([replica.padding for replica in replicas]),
         recompiles=parts.ledger.num_recompiles,
         retracts=sum(r.retracts for r in each),
@@ -113,6 +120,7 @@ def _of_replica(parts: "Parts") -> ReplicaStats:
             hits=counters.cached_tokens, misses=counters.prompt_tokens - counters.cached_tokens
         ),
         arena=CacheStats(hits=arena.hits, misses=arena.misses),
+        arena_rows=CacheStats(hits=arena.hit_rows, misses=arena.miss_rows),
         retracts=counters.retracts,
         finished=counters.finished,
         aborted=counters.aborted,

@@ -36,7 +36,7 @@ from serving.errors import UnknownModel, answer_for
 from serving.fetch import Fetcher
 from serving.generate import GenerateEndpoint
 from serving.lag import LagProbe
-from serving.metrics import CONTENT_TYPE, Metrics
+from serving.metrics import CONTENT_TYPE, Metrics, TimedStreams
 from serving.native import Native
 from serving.native_protocol import (
     AbortRequest,
@@ -82,7 +82,8 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
     )
     name = config.model_name or engine.model_name
     metrics = Metrics(engine)
-    completions = Completions(metrics, fetcher, offload, config, name)
+    streams = TimedStreams(engine, metrics)
+    completions = Completions(streams, fetcher, offload, config, name)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -33,14 +33,14 @@ class Completions:
 
     def __init__(
         self,
-        engine: Streams,
+        streams: Streams,
         fetcher: Fetcher,
         offload: Offload,
         config: ServerConfig,
         model: str,
     ) -> None:
         """Take the parts that it needs; `model` is the name that requests use."""
-        self._engine = engine
+        self._streams = streams
         self._fetcher = fetcher
         self._offload = offload
         self._config = config
@@ -55,7 +55,7 @@ class Completions:
         """
         ask, requests = await self.prepare(http, endpoint)
         logger.info("begin answer=%s request=%s", ask.id, http.state.request_id)
-        pump = Pump(self._engine, requests, self._config.deadline_seconds)
+        pump = Pump(self._streams, requests, self._config.deadline_seconds)
         self._running[http.state.tenant, ask.id] = pump
         try:
             with stage("first token"):

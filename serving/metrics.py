@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from jaxmm.request import Delta, Request
 from jaxmm.stats import ReplicaStats
 from serving.engine import ServedEngine
+from serving.worker import Streams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -25,8 +26,7 @@ class Metrics:
     """The engine's counters, and the times that its callers see."""
 
     def __init__(self, engine: ServedEngine) -> None:
-        """Watch an engine: requests that go through `astream` are timed."""
-        self._engine = engine
+        """Watch an engine; `TimedStreams` tells the times."""
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine))
         self._first = Histogram(
@@ -69,20 +69,14 @@ class Metrics:
         """Everything, in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    async def astream(self, request: Request) -> AsyncIterator[Delta]:
-        """The engine's stream, timed."""
-        start = time.perf_counter()
-        last: dict[int, float] = {}
-        stream = cast("AsyncGenerator[Delta]", self._engine.astream(request))
-        try:
-            async with aclosing(stream):
-                async for delta in stream:
-                    self._note(delta, start, last)
-                    yield delta
-        finally:
-            self._whole.observe(time.perf_counter() - start)
+    def observe_delta(self, delta: Delta, start: float, last: dict[int, float]) -> None:
+        """Count what a step added to a request.
 
-    def _note(self, delta: Delta, start: float, last: dict[int, float]) -> None:
+        Args:
+            delta: What it added.
+            start: When the engine took the request.
+            last: When each of its completions was last added to; updated.
+        """
         now = time.perf_counter()
         if not last:
             self._first.observe(now - start)
@@ -91,6 +85,31 @@ class Metrics:
         last[delta.index] = now
         if delta.finish_reason is not None:
             self._completions.labels(delta.finish_reason).inc()
+
+    def observe_request(self, seconds: float) -> None:
+        """Count a request that has ended."""
+        self._whole.observe(seconds)
+
+
+class TimedStreams:
+    """The streams of an engine, which metrics hear of."""
+
+    def __init__(self, engine: Streams, metrics: Metrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+
+    async def astream(self, request: Request) -> AsyncIterator[Delta]:
+        """The engine's stream, timed."""
+        start = time.perf_counter()
+        last: dict[int, float] = {}
+        stream = cast("AsyncGenerator[Delta]", self._engine.astream(request))
+        try:
+            async with aclosing(stream):
+                async for delta in stream:
+                    self._metrics.observe_delta(delta, start, last)
+                    yield delta
+        finally:
+            self._metrics.observe_request(time.perf_counter() - start)
 
 
 class _EngineCollector(Collector):
@@ -123,16 +142,26 @@ class _EngineCollector(Collector):
                 stats.encoded_images,
             ),
             ("encoded_patches", "Patches that the encoder took.", stats.encoded_patches),
+            (
+                "inline_decodes",
+                "Pictures and videos that came by socket, since shared memory was refused.",
+                stats.inline_decodes,
+            ),
             ("recompiles", "Compiles after warm-up; each is a fault.", stats.recompiles),
             ("retracts", "Sequences that gave their pages back.", stats.retracts),
             ("finished", "Sequences that came to their end.", stats.finished),
             ("aborted", "Sequences that were aborted.", stats.aborted),
         ):
             yield CounterMetricFamily(f"jaxmm_{name}", text, value)
-        caches = {"prefix": stats.prefix_cache, "rows": stats.arena, "media": stats.media_map}
+        caches = {
+            "prefix": stats.prefix_cache,
+            "rows": stats.arena_rows,
+            "items": stats.arena,
+            "media": stats.media_map,
+        }
         hits = CounterMetricFamily(
             "jaxmm_cache_hits",
-            "Found, in tokens (prefix), items (rows) or files (media).",
+            "Found: prompt tokens (prefix), rows of encoded items, the items, or files (media).",
             labels=["cache"],
         )
         misses = CounterMetricFamily(

@@ -83,11 +83,12 @@ class FakeEngine:
         counts = dict.fromkeys(
             (f.name for f in dataclasses.fields(EngineStats) if f.type is int), self.num_tokens
         )
-        caches = {"prefix_cache": cache, "arena": cache, "media_map": cache}
+        rows = CacheStats(hits=60, misses=30)
+        caches = {"prefix_cache": cache, "arena": cache, "arena_rows": rows, "media_map": cache}
         replica = dict.fromkeys(
             (f.name for f in dataclasses.fields(ReplicaStats) if f.type is int), self.num_tokens
         )
-        replicas = (ReplicaStats(**replica, prefix_cache=cache, arena=cache),)
+        replicas = (ReplicaStats(**replica, prefix_cache=cache, arena=cache, arena_rows=rows),)
         return EngineStats(**counts, **caches, padding_share=0.25, replicas=replicas)
 
     def flush_caches(self) -> None:

@@ -1,6 +1,6 @@
-"""What the steps are built for: the implementation of the ops, and the chips. Traced.
+"""What the steps are built for: the implementation of the ops, and the chips. Host only.
 
-Chosen once, when the engine starts; models ask for neither.
+Chosen once, when the engine starts; models ask for neither. Methods that say so are traced.
 """
 
 import dataclasses
@@ -106,7 +106,7 @@ class Backend:
         )
 
     def gathered(self, rows_MX: jax.Array) -> jax.Array:
-        """The rows of all lanes one below the other, on each chip (within `per_chip`)."""
+        """The rows of all lanes one below the other, on each chip (traced, in `per_chip`)."""
         if self.num_lanes == 1:
             return rows_MX
         gathered: jax.Array = jax.lax.all_gather(rows_MX, "model", tiled=True)

@@ -1,8 +1,8 @@
 """Compiles each step for each bucket, ahead of time, and keeps the executables. Host only.
 
 An executable is stored in the compile cache directory under a digest of all that went into it:
-the traced source, the shapes, the settings, the versions and the machine. A warm start reads it
-back without tracing anything.
+the traced source and what it imports, the shapes, the settings, JAX's own among them, the versions
+and the machine. A warm start reads it back without tracing anything.
 """
 
 import functools
@@ -14,11 +14,12 @@ import pickle
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import flax
 import jax
 import jaxlib.version
 import numpy as np
@@ -43,7 +44,32 @@ Key = tuple[str, int]
 _DIGEST_BYTES = 32
 _CHECK_EVERY = 16
 """Executables compiled between two looks at the mappings: counting them takes milliseconds."""
-_TRACED = ("jaxmm/device", "jaxmm/host/batch.py", "kernels_pallas")
+_TRACED = (
+    "jaxmm/device",
+    "jaxmm/config.py",
+    "jaxmm/encoder_memory.py",
+    "jaxmm/errors.py",
+    "jaxmm/host/arena.py",
+    "jaxmm/host/batch.py",
+    "jaxmm/host/buckets.py",
+    "jaxmm/host/grammar.py",
+    "jaxmm/host/item.py",
+    "jaxmm/host/lanes.py",
+    "jaxmm/host/limits.py",
+    "jaxmm/host/page_pool.py",
+    "jaxmm/host/plan.py",
+    "jaxmm/host/prefix_cache.py",
+    "jaxmm/host/prefix_key.py",
+    "jaxmm/host/scoring.py",
+    "jaxmm/host/sequence.py",
+    "jaxmm/host/staging.py",
+    "jaxmm/host/tiles.py",
+    "jaxmm/request.py",
+    "jaxmm/sizes.py",
+    "kernels_pallas",
+)
+"""Traced code, and all that it imports, directly or not (tested): shapes and constants come from
+there. The model families are added to it."""
 
 
 class Executables:
@@ -172,7 +198,7 @@ class Executables:
     def _path(self, key: Key) -> Path | None:
         if self._directory is None:
             return None
-        text = f"{key}|{self._fingerprint}|{_machine()}|{source_digest()}"
+        text = f"{key}|{self._fingerprint}|{_machine()}|{_jax_config()}|{source_digest()}"
         return self._directory / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.exe"
 
 
@@ -245,9 +271,18 @@ def _machine() -> str:
     """Versions, flags, devices and processor."""
     flags = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
     devices = ",".join(f"{d.platform}:{d.device_kind}" for d in jax.devices())
-    versions = f"{jax.__version__}|{jaxlib.version.__version__}"
+    versions = f"{jax.__version__}|{jaxlib.version.__version__}|{flax.__version__}"
+    versions += f"|{jax.devices()[0].client.platform_version}"  # of libtpu, too
     place = f"{jax.process_index()} of {jax.process_count()}"
     return f"{versions}|{flags}|{devices}|{place}|{_processor()}"
+
+
+def _jax_config() -> str:
+    """JAX's settings, all of them: those that only change what is logged cost a compile, no more.
+
+    Not cached: they may change between two engines of a process.
+    """
+    return str(sorted(jax.config.values.items()))
 
 
 def _processor() -> str:
@@ -256,9 +291,8 @@ def _processor() -> str:
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.processor()
-    return "".join(
-        sorted({line for line in info.splitlines() if line.startswith(("flags", "model"))})
-    )
+    telling = ("flags", "model", "Features", "CPU ")  # x86-64, and Arm
+    return "".join(sorted({line for line in info.splitlines() if line.startswith(telling)}))
 
 
 def source_digest() -> str:
@@ -266,12 +300,22 @@ def source_digest() -> str:
     return _digest_of(tuple(jaxmm.models.__path__))
 
 
-@functools.cache
-def _digest_of(families: tuple[str, ...]) -> str:
+def digested_files(families: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    """Names and paths of the files of `source_digest`, in order.
+
+    Args:
+        families: Folders with model families.
+    """
     root = Path(__file__).parents[2]
-    digest = hashlib.sha256()
     for place in [*(root / name for name in _TRACED), *map(Path, families)]:
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            digest.update(path.relative_to(place.parent).as_posix().encode())
-            digest.update(path.read_bytes())
+            yield path.relative_to(place.parent).as_posix(), path
+
+
+@functools.cache
+def _digest_of(families: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for name, path in digested_files(families):
+        digest.update(name.encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -22,7 +22,7 @@ class CompileRecord:
 
     phase: Phase
     step: str
-    """encode, upload, language, prime; or "other" for a compile that no step asked for."""
+    """encode, upload, score, language, prime; or "other" for a compile that no step asked for."""
     size: int
     """The bucket: patches or tokens; 0 where there is none."""
     seconds: float

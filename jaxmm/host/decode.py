@@ -1,6 +1,6 @@
 """One picture or video from source to patches and identity, in the caller's thread. Host only."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -12,13 +12,9 @@ from PIL import Image
 from jaxmm.errors import RequestError
 from jaxmm.host.clip import Timeline, check_frame_count, open_clip
 from jaxmm.host.identity import item_identity
-from jaxmm.host.item import Item, Modality
+from jaxmm.host.item import Allocate, Grid, Item, Modality
 from jaxmm.host.media import Limits, decode_image, too_much_memory
 from jaxmm.host.video import Sampling, Steps, Timing, VideoProcessor
-
-Grid = tuple[int, int, int]
-Allocate = Callable[[int, int], npt.NDArray[np.uint8]]
-"""(N, U) -> uint8[N, U] to fill."""
 
 
 class Processor(Protocol):

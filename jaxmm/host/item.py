@@ -2,12 +2,23 @@
 
 import hashlib
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+Grid = tuple[int, int, int]
+"""Patches by (time, height, width), before merging."""
+Allocate = Callable[[int, int], npt.NDArray[np.uint8]]
+"""(N, U) -> uint8[N, U] to fill."""
+
+
+def new_array(num_patches: int, num_values: int) -> npt.NDArray[np.uint8]:
+    """uint8[N, U], to be filled."""
+    return np.empty((num_patches, num_values), np.uint8)
 
 
 class Modality(Enum):
@@ -42,8 +53,7 @@ class Item:
     video uint8[N, 2 * U]: its two frames."""
     embeddings: npt.NDArray[np.float32] | None
     """float32[M, D]: finished rows given by the caller."""
-    grid_thw: tuple[int, int, int]
-    """Patches by (time, height, width), before merging."""
+    grid_thw: Grid
     num_rows: int
     identity: bytes
     """32 bytes: SHA-256 of content, shape and processor settings."""

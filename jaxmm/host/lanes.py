@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Grid = tuple[int, int, int]
-"""Patches by (time, height, width)."""
+from jaxmm.host.item import Grid
 
 MERGE_SIZE = 2
 """Patches by side of the square that becomes one row, in most families."""

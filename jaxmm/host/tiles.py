@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jaxmm.host.lanes import MERGE_SIZE, EncodeBatch, Grid
+from jaxmm.host.item import Grid
+from jaxmm.host.lanes import MERGE_SIZE, EncodeBatch
 
 
 class TileForm(NamedTuple):

@@ -13,10 +13,7 @@ from PIL import Image
 
 from jaxmm.errors import RequestError
 from jaxmm.host.clip import Clip, Timeline
-
-Grid = tuple[int, int, int]
-Allocate = Callable[[int, int], npt.NDArray[np.uint8]]
-"""(N, U) -> uint8[N, U] to fill."""
+from jaxmm.host.item import Allocate, Grid
 
 MIN_FPS = 0.01
 MAX_FPS = 60.0
@@ -128,11 +125,6 @@ def timing_of(clip: Clip) -> Timing:
 
 Cut = Callable[[Image.Image, npt.NDArray[np.uint8], int], None]
 """(a resized frame, uint8[N, 2 * U] of its step, 0 or 1: which of its frames) -> fills half."""
-
-
-def new_array(num_patches: int, num_values: int) -> npt.NDArray[np.uint8]:
-    """uint8[N, U], to be filled."""
-    return np.empty((num_patches, num_values), np.uint8)
 
 
 def cut_steps(

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,8 @@ from PIL import Image
 
 from jaxmm.errors import MediaTooLarge, ModelError, RequestError
 from jaxmm.host import mrope
-from jaxmm.host.item import Item
+from jaxmm.host.item import Allocate, Grid, Item, new_array
 from jaxmm.models.qwen2_vl.processor import largest_area
-
-Grid = tuple[int, int, int]
-Allocate = Callable[[int, int], npt.NDArray[np.uint8]]
 
 _REVISION = 1
 """Part of every identity; raise it whenever the same picture gives other patches."""
@@ -145,7 +142,7 @@ class AutoImageProcessor:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         *,
-        allocate: Allocate = lambda n, u: np.empty((n, u), np.uint8),
+        allocate: Allocate = new_array,
     ) -> tuple[npt.NDArray[np.uint8], Grid]:
         """Process an RGB picture; arguments and result as `qwen2_vl`'s.
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from jaxmm.host.lanes import EncodeBatch, Grid, pack_lane, packed_patches
+from jaxmm.host.item import Grid
+from jaxmm.host.lanes import EncodeBatch, pack_lane, packed_patches
 from jaxmm.host.tiles import TileForm, pack_tiles
 from jaxmm.models.config import VisionConfig
 

@@ -261,14 +261,18 @@ def test_metrics_are_those_of_the_page(url):
 
 
 def test_times_and_ends_are_counted(tokenizer):
-    with running(FakeEngine(tokenizer)) as url:
+    engine = FakeEngine(tokenizer)
+    with running(engine) as url:
         for _ in range(2):
             post_to(url, "/v1/chat/completions", {"messages": ASK, "n": 2})
         text = httpx.get(f"{url}/metrics").text
     assert "jaxmm_time_to_first_token_seconds_count 2.0" in text
     assert 'jaxmm_completions_total{finish_reason="stop"} 4.0' in text
     assert "jaxmm_request_seconds_count 2.0" in text
-    assert 'jaxmm_cache_hits_total{cache="rows"} 2.0' in text
+    assert 'jaxmm_cache_hits_total{cache="items"} 2.0' in text
+    assert 'jaxmm_cache_hits_total{cache="rows"} 60.0' in text
+    assert 'jaxmm_cache_misses_total{cache="rows"} 30.0' in text
+    assert f"jaxmm_inline_decodes_total {float(engine.num_tokens)}" in text
 
 
 class Planning(FakeEngine):

@@ -7,7 +7,7 @@ one tile beside its overview, which is the same picture once more: the models we
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,14 @@ import numpy.typing as npt
 from PIL import Image
 
 from jaxmm.errors import ConfigError, ModelError, RequestError
-from jaxmm.host.item import Item
+from jaxmm.host.item import Allocate, Grid, Item, new_array
 from jaxmm.host.tiles import TileForm
 from jaxmm.models.json_files import read_json
-
-Grid = tuple[int, int, int]
-Allocate = Callable[[int, int], npt.NDArray[np.uint8]]
 
 MAX_TILED_PICTURES = 2
 """Pictures of a conversation up to which they are cut into tiles."""
 _REVISION = 1
 """Part of every identity; raise it whenever the same picture gives other patches."""
-
-
-def _empty(num_patches: int, num_values: int) -> npt.NDArray[np.uint8]:
-    return np.empty((num_patches, num_values), np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +187,7 @@ class ImageProcessor:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         *,
-        allocate: Allocate = _empty,
+        allocate: Allocate = new_array,
     ) -> tuple[npt.NDArray[np.uint8], Grid]:
         """Fit an RGB picture into its tiles and cut those into patches.
 

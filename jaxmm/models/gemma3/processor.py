@@ -8,7 +8,7 @@ offered.
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,19 +17,12 @@ import numpy.typing as npt
 from PIL import Image
 
 from jaxmm.errors import ConfigError, ModelError, RequestError
-from jaxmm.host.item import Item
+from jaxmm.host.item import Allocate, Grid, Item, new_array
 from jaxmm.models.json_files import read_json, read_processor_table
 from jaxmm.models.qwen2_vl import processor as qwen2_vl
 
-Grid = tuple[int, int, int]
-Allocate = Callable[[int, int], npt.NDArray[np.uint8]]
-
 _REVISION = 1
 """Part of every identity; raise it whenever the same picture gives other patches."""
-
-
-def _empty(num_patches: int, num_values: int) -> npt.NDArray[np.uint8]:
-    return np.empty((num_patches, num_values), np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +123,7 @@ class ImageProcessor:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         *,
-        allocate: Allocate = _empty,
+        allocate: Allocate = new_array,
     ) -> tuple[npt.NDArray[np.uint8], Grid]:
         """Resize an RGB picture and cut it into patches; see `qwen2_vl`'s."""
         if isinstance(image, np.ndarray):

@@ -7,7 +7,7 @@ uint8 and are not repeated in time: normalising and repeating are device work.
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,8 @@ from PIL import Image
 
 from jaxmm.errors import ConfigError, MediaTooLarge, ModelError, RequestError
 from jaxmm.host import mrope
-from jaxmm.host.item import Item
+from jaxmm.host.item import Allocate, Grid, Item, new_array
 from jaxmm.models.json_files import read_processor_table
-
-Grid = tuple[int, int, int]
-Allocate = Callable[[int, int], npt.NDArray[np.uint8]]
 
 MAX_ASPECT = 200
 """Longest side over shortest; the models' own rule refuses more."""
@@ -30,10 +27,6 @@ _REVISION = 1
 """Part of every identity; raise it whenever the same picture gives other patches."""
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-
-
-def _empty(num_patches: int, num_values: int) -> npt.NDArray[np.uint8]:
-    return np.empty((num_patches, num_values), np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +180,7 @@ class ImageProcessor:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         *,
-        allocate: Allocate = _empty,
+        allocate: Allocate = new_array,
     ) -> tuple[npt.NDArray[np.uint8], Grid]:
         """Resize an RGB picture and cut it into patches.
 

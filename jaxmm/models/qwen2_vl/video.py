@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxmm.host.clip import Clip, Timeline, sample_frames
+from jaxmm.host.item import Allocate, new_array
 from jaxmm.host.video import (
-    Allocate,
     Sampling,
     Steps,
     Surroundings,
     Timing,
     cut_steps,
-    new_array,
 )
 from jaxmm.models.json_files import read_json
 from jaxmm.models.qwen2_vl.processor import ImageProcessor, largest_area

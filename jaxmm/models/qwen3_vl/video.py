@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxmm.host.clip import Clip, Timeline
+from jaxmm.host.item import Allocate, new_array
 from jaxmm.host.video import (
-    Allocate,
     Sampling,
     Steps,
     Surroundings,
     Timing,
-    new_array,
 )
 from jaxmm.models.json_files import read_json, read_processor_table
 from jaxmm.models.qwen2_vl.processor import ImageProcessor, check_aspect

@@ -1,7 +1,9 @@
 """Executables kept between starts, and what happens to damaged ones."""
 
+import ast
 import logging
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -12,10 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxmm.device.executables import Executables
+import jaxmm.models
+from jaxmm.device.executables import Executables, digested_files
 from jaxmm.device.ledger import CompileLedger
 from jaxmm.errors import ModelError
 
+ROOT = Path(__file__).parents[3]
 SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
 
 
@@ -55,6 +59,56 @@ def test_second_start_restores_what_the_first_compiled(
 def test_other_fingerprint_is_another_executable(tmp_path: Path, ledger: CompileLedger) -> None:
     warmed(str(tmp_path), ledger)
     assert run(warmed(str(tmp_path), ledger, "other model", factor=5.0)) == [5.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("jax_default_matmul_precision", "highest"),
+        ("jax_enable_x64", True),
+        ("jax_numpy_dtype_promotion", "strict"),
+        ("jax_optimization_level", "O1"),
+    ],
+)
+def test_other_setting_of_jax_is_another_executable(
+    tmp_path: Path, ledger: CompileLedger, name: str, value: object
+) -> None:
+    warmed(str(tmp_path), ledger)
+    before = jax.config.values[name]
+    jax.config.update(name, value)
+    try:
+        other = run(warmed(str(tmp_path), ledger, factor=5.0))
+    finally:
+        jax.config.update(name, before)
+    assert other == [5.0] * 4
+    assert run(warmed(str(tmp_path), ledger, factor=7.0)) == [2.0] * 4
+
+
+def modules_of(path: Path) -> Iterator[Path]:
+    """Files of this repository that a file imports, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    for name in names:
+        place = ROOT.joinpath(*name.split("."))
+        yield from filter(Path.is_file, (place / "__init__.py", place.with_suffix(".py")))
+
+
+def test_digest_covers_all_that_traced_code_imports() -> None:
+    sources = [p for name in ("jaxmm", "kernels_pallas") for p in (ROOT / name).rglob("*.py")]
+    docstrings = {p: ast.get_docstring(ast.parse(p.read_text("utf-8"))) or "" for p in sources}
+    todo = [path for path, text in docstrings.items() if "Traced." in text]
+    todo.append(ROOT / "jaxmm/device/lowering.py")  # gives the steps their shapes
+    reached: set[Path] = set()
+    while todo:
+        path = todo.pop()
+        reached.add(path)
+        todo += set(modules_of(path)) - reached
+    digested = {path for _, path in digested_files(jaxmm.models.__path__)}
+    assert sorted(reached - digested) == []
 
 
 def test_after_a_failed_compile_no_other_one_begins(ledger: CompileLedger) -> None:
