@@ -134,7 +134,8 @@ def write_and_attend(
         plan: `plan_step` for the same implementation.
         window: Keys up to its own that a token sees at most; None: all.
         implementation: "portable" for CPU and GPU, "native" for a CPU whose kernels are registered
-            (`kernels_pallas.native`), "pallas" for TPU, "reference" for tests.
+            (`kernels_pallas.native`; as "portable" of arrays that they do not take), "pallas" for
+            TPU, "reference" for tests.
 
     Returns:
         Attended values in q's dtype, finite for filler; and the pool.
@@ -266,7 +267,8 @@ def ragged_paged_attention(
         latent: J is 1, and a row is key and value at once; None: keys and values, scaled by C^-0.5.
         window: Keys up to its own that a token sees at most, whatever it sees behind; None: all.
         implementation: "portable" for CPU and GPU, "native" for a CPU whose kernels are registered
-            (`kernels_pallas.native`), "reference" for tests.
+            (`kernels_pallas.native`; as "portable" of arrays that they do not take), "reference"
+            for tests.
 
     Returns:
         Attended values in q's dtype, V channels (C but for `latent`); rows of no sequence hold

@@ -1,6 +1,6 @@
 """Attention within segments and within windows of a lane of patches. Traced.
 
-The caller says which implementation runs; nothing falls back in silence.
+The caller says which implementation runs; "native" is "portable" for heads that it does not take.
 """
 
 from typing import Literal
@@ -30,7 +30,8 @@ def segment_attention(
         segment_N: Segment of each patch, 0 to N - 1, or -1 for padding. Padding may stand
             anywhere; the others never fall from one patch to the next.
         implementation: portable: blocks that follow the segments; native: the kernel for CPUs,
-            where it takes such heads; pallas: the TPU kernel; reference: an N x N array.
+            portable for heads that it does not take; pallas: the TPU kernel; reference: an N x N
+            array.
 
     Returns:
         In the dtype of the inputs, zeros for padding.
