@@ -141,7 +141,7 @@ def _read_file(path: Path, max_bytes: int) -> bytes:
         with open(path, "rb") as file:
             data = file.read(max_bytes + 1)
     except OSError as error:
-        raise MediaError(f"the file {str(path)!r} cannot be read: {error.strerror}") from None
+        raise MediaError(f"the file cannot be read: {error.strerror}") from None
     _check_bytes(len(data), max_bytes)
     return data
 
