@@ -71,6 +71,16 @@ _TRACED = (
 """Traced code, and all that it imports, directly or not (tested): shapes and constants come from
 there. The model families are added to it."""
 
+_NOT_COMPILED = (
+    "jax_compilation_cache",
+    "jax_log",
+    "jax_num_cpu_devices",  # which devices there are is told beside it
+    "jax_persistent_cache",
+    "jax_platform",
+    "jax_traceback",
+)
+"""Beginnings of names of JAX's settings."""
+
 
 class Executables:
     """Executables by (step, size). A lookup never compiles."""
@@ -278,11 +288,12 @@ def _machine() -> str:
 
 
 def _jax_config() -> str:
-    """JAX's settings, all of them: those that only change what is logged cost a compile, no more.
+    """JAX's settings, all but those of which it is known that no executable depends on them.
 
     Not cached: they may change between two engines of a process.
     """
-    return str(sorted(jax.config.values.items()))
+    settings = sorted(jax.config.values.items())
+    return str([(name, value) for name, value in settings if not name.startswith(_NOT_COMPILED)])
 
 
 def _processor() -> str:
