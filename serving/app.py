@@ -50,7 +50,7 @@ from serving.openapi import body, describe, responses
 from serving.protocol import ChatRequest
 from serving.refusals import refusal
 from serving.request_id import RequestIds
-from serving.tenants import Keys, read_keys
+from serving.tenants import Keys, Tenants, read_keys
 from serving.text_completions import TextEndpoint
 from serving.text_protocol import CompletionRequest
 from serving.tracing import Traced, Traces
@@ -69,10 +69,18 @@ _HEALTH: dict[int | str, Any] = {200: {"model": Status}, 503: {"model": Status}}
 _METRICS: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
-def create_app(engine: ServedEngine, config: ServerConfig) -> FastAPI:
-    """Make the ASGI application around a running engine; the caller closes the engine."""
+def create_app(
+    engine: ServedEngine, config: ServerConfig, tenants: Tenants | None = None
+) -> FastAPI:
+    """Make the ASGI application around a running engine; the caller closes the engine.
+
+    Args:
+        engine: It runs.
+        config: Settings.
+        tenants: Those of the settings, if they have been read already: a pipe gives keys once.
+    """
     traces = Traces(config.trace_endpoint) if config.trace_endpoint else None
-    tenants = read_keys(config.api_keys, config.api_key_file, config.admin_keys)
+    tenants = tenants or read_keys(config.api_keys, config.api_key_file, config.admin_keys)
     offload = Offload()
     fetcher = Fetcher(
         config.fetch,

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
@@ -81,8 +82,12 @@ def load_engine(config: EngineConfig) -> ServedEngine:
 def load_or_end(load: LoadEngine, config: EngineConfig) -> ServedEngine:
     """Build the engine; Ctrl-C meanwhile ends the process at once.
 
-    An exception would first wait for the compiles that are running.
+    An exception would first wait for the compiles that are running. Not for another thread than
+    the main one, nor where whoever started this had Ctrl-C ignored.
     """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return load(config)
     before = signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     try:
         return load(config)

@@ -22,7 +22,7 @@ from serving.engine import LoadEngine, ServedEngine, followed, load_engine, load
 from serving.example import picture_uri
 from serving.lifetime import Server, described
 from serving.logs import configure_logs
-from serving.tenants import read_keys
+from serving.tenants import Tenants, read_keys
 from serving.tracing import check_installed
 
 _BACKLOG = 2048
@@ -43,16 +43,16 @@ def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
     """
     configure_logs(config.log_level, config.log_format)
     signal.signal(signal.SIGTERM, _end)  # nobody is served yet
-    if followed(config.engine):
-        return
-    # what can be told now is not told after minutes of loading
-    read_keys(config.api_keys, config.api_key_file, config.admin_keys)
-    if config.trace_endpoint:
-        check_installed()
-    raise_limit(MAX_CONNECTIONS)
     settings = config.engine
     if config.log_format == "json":
         settings = replace(settings, progress=False)  # bars are no objects
+    if followed(settings):
+        return
+    # what can be told now is not told after minutes of loading
+    tenants = read_keys(config.api_keys, config.api_key_file, config.admin_keys)
+    if config.trace_endpoint:
+        check_installed()
+    raise_limit(MAX_CONNECTIONS)
     with _bind(config.host, config.port) as listener:
         engine = load_or_end(load, settings)
         try:
@@ -60,7 +60,7 @@ def serve(config: ServerConfig, load: LoadEngine = load_engine) -> None:
             tune_interpreter()
             listener.listen(_BACKLOG)  # a line pasted at once waits instead of failing
             _print_usage(config, listener, engine.model_name)
-            server = Server(uvicorn_config(engine, config), engine, config)
+            server = Server(uvicorn_config(engine, config, tenants), engine, config)
             server.run(sockets=[listener])
         finally:
             signal.signal(signal.SIGTERM, _end)  # whoever sends another one has waited enough
@@ -113,10 +113,12 @@ def _leave(*_: object) -> None:
     raise SystemExit(0)
 
 
-def uvicorn_config(engine: ServedEngine, config: ServerConfig) -> uvicorn.Config:
+def uvicorn_config(
+    engine: ServedEngine, config: ServerConfig, tenants: Tenants | None = None
+) -> uvicorn.Config:
     """Settings of the HTTP machinery: no logging of its own, and time to drain."""
     return uvicorn.Config(
-        create_app(engine, config),
+        create_app(engine, config, tenants),
         log_config=None,
         access_log=False,
         backlog=_BACKLOG,

@@ -1,7 +1,9 @@
 """What the README says is so: its snippets run, its table and tree are those of the source."""
 
+import base64
+import os
 import re
-import shlex
+import subprocess
 
 import pytest
 
@@ -47,12 +49,23 @@ def test_the_client_example_streams_an_answer_and_its_usage(capsys):
     assert "CompletionUsage(" in capsys.readouterr().out
 
 
-def test_the_curl_example_is_a_request_that_the_server_takes():
+def test_the_curl_example_is_a_request_that_the_server_takes(tmp_path):
+    """Pasted into a shell, with a picture larger than one argument of a command may be."""
     (command,) = re.findall(r"```bash\n(curl .*?)```", README, re.DOTALL)
-    words = shlex.split(command)
-    request = parse_chat_request(words[words.index("-d") + 1].encode(), "model")
-    assert words[1] == f"{SERVED_AT}/v1/chat/completions"
-    assert [part.type for part in request.messages[0].content] == ["image_url", "text"]
+    picture = os.urandom(300_000)
+    (tmp_path / "cat.jpg").write_bytes(picture)
+    (tmp_path / "curl").write_text('#!/bin/sh\necho "$@" > words\nexec cat\n')
+    (tmp_path / "curl").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    ran = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, env={"PATH": path}, capture_output=True, check=True
+    )
+    request = parse_chat_request(ran.stdout, "model")
+    sent = (tmp_path / "words").read_text().split()
+    assert sent[0] == f"{SERVED_AT}/v1/chat/completions" and sent[-2:] == ["-d", "@-"]
+    shown, asked = request.messages[0].content
+    assert base64.b64decode(shown.image_url.url.removeprefix("data:image/jpeg;base64,")) == picture
+    assert asked.type == "text"
 
 
 def test_settings_table_and_tree_are_those_of_the_source():

@@ -7,6 +7,8 @@ import struct
 from collections.abc import Callable
 from typing import Self
 
+MAX_BYTES = 1 << 32
+"""Of a message that is taken: a length beyond it is none."""
 _LENGTH = struct.Struct("!Q")
 
 
@@ -64,6 +66,8 @@ class Wire:
         length = bytearray(_LENGTH.size)
         self._move(self._receive, memoryview(length))
         (value,) = _LENGTH.unpack(length)
+        if value > MAX_BYTES:
+            raise OSError(f"a message of {value} bytes; the limit is {MAX_BYTES}")
         return int(value)
 
     def _receive(self, buffer: memoryview) -> int:

@@ -19,6 +19,7 @@ from jaxmm.errors import ConfigError
 from serving.cli import main
 from serving.config import ServerConfig, load_server_config
 from serving.flags import flag_names, setting_docs
+from serving.lifetime import Server
 from serving.main import _bind
 from tests.fakes import FakeEngine
 
@@ -155,6 +156,21 @@ def test_what_the_server_lacks_is_told_before_the_engine_is_loaded(
     status, _, err, engine = run(tokenizer, "serve", "--port", "0", *flags)
     assert (status, engine) == (1, None)
     assert cause in err
+
+
+def test_keys_that_a_pipe_gives_once_are_read_once(tokenizer, monkeypatch):
+    ends = os.pipe()
+    os.write(ends[1], b"team:" + b"k" * 40 + b"\n")
+    os.close(ends[1])
+    served = []
+    monkeypatch.setattr(Server, "run", lambda server, **_: served.append(server))
+    try:
+        words = ("serve", "--port", "0", "--api-key-file", f"/dev/fd/{ends[0]}")
+        status, _, err, _ = run(tokenizer, *words)
+    finally:
+        os.close(ends[0])
+    assert (status, err) == (0, "")
+    assert len(served) == 1
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

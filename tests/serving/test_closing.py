@@ -13,20 +13,20 @@ from uvicorn.server import ServerState
 
 from serving import connection
 
-PATIENCE_SECONDS = 5
+PATIENCE_SECONDS = 20
 GET = b"GET /%d HTTP/1.1\r\nhost: a\r\n\r\n"
 GET_LAST = b"GET /%d HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
 BELOW = 50_000
 """Less than a transport holds before it says that the client does not read, 64 KiB."""
 ABOVE = 400_000
-FEW = 5000
+FEW = 15_000
 """Less than where it says that the client has read, 16 KiB."""
 
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch):
-    monkeypatch.setattr(connection, "LINGER_SECONDS", 0.2)
-    monkeypatch.setattr(connection, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "LINGER_SECONDS", 1.0)
+    monkeypatch.setattr(connection, "STALL_SECONDS", 1.0)
 
 
 async def answer(scope, receive, send):
@@ -66,8 +66,9 @@ async def stop_reading(request, close):
         told = Told(config, ServerState(), {})
         transport, _ = await loop.connect_accepted_socket(lambda: told, ours)
         await loop.sock_sendall(client, request)
-        while not transport.get_write_buffer_size():
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not transport.get_write_buffer_size():
+                await asyncio.sleep(0.01)
         while transport.get_write_buffer_size() > FEW:
             await loop.sock_recv(client, 1024)
         close(told, client)
