@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+import serving.main
 from jaxmm.config import EngineConfig, field_names
 from jaxmm.errors import ConfigError
 from serving.cli import main
@@ -164,6 +165,7 @@ def test_keys_that_a_pipe_gives_once_are_read_once(tokenizer, monkeypatch):
     os.close(ends[1])
     served = []
     monkeypatch.setattr(Server, "run", lambda server, **_: served.append(server))
+    monkeypatch.setattr(serving.main, "tune_interpreter", lambda: None)  # of this process
     try:
         words = ("serve", "--port", "0", "--api-key-file", f"/dev/fd/{ends[0]}")
         status, _, err, _ = run(tokenizer, *words)
@@ -231,8 +233,9 @@ def test_serve_prints_a_curl_line_that_is_answered_and_ends_at_sigterm(tmp_path)
 @pytest.mark.parametrize("words", [["serve", "--port", "0"], ["generate", "What?"]])
 def test_a_signal_while_the_engine_is_loaded_ends_the_process_at_once(words, number):
     program = (
-        "import threading\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "import signal, threading\nfrom concurrent.futures import ThreadPoolExecutor\n"
         "from serving.cli import main\n\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job behind has it ignored
         "def load(config):\n"
         "    with ThreadPoolExecutor() as pool:\n"
         "        print('loading', flush=True)\n"
